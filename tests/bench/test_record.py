@@ -56,6 +56,8 @@ def test_what_is_no_record_is_named_with_its_line(tmp_path: Path) -> None:
         ({"median": "1e-3"}, "median must be a number above 0, got '1e-3'"),
         ({"slow": True}, "slow must be a number above 0, got True"),
         ({"fast": None}, "a median has its spread, fast and slow"),
+        ({"median": 3.0, "fast": 0.5, "slow": 2.0}, "a median of 3 is not within its spread, 0.5 to 2"),
+        ({"median": 1.0, "fast": 2.0, "slow": 0.5}, "a median of 1 is not within its spread, 2 to 0.5"),
         ({"host": float("inf")}, "host must be a number, 0 or above, got inf"),
         ({"candidate": " "}, "candidate must be a word, got ' '"),
         ({"stage": "sideways"}, "stage must be one of forward, backward, both, got 'sideways'"),
@@ -85,7 +87,7 @@ def test_a_line_that_is_no_record_is_named(line: bytes, tmp_path: Path) -> None:
 
 def test_what_was_measured_twice_is_named_with_both_places(tmp_path: Path) -> None:
     """Also in two files: neither figure is more true than the other."""
-    write([ONE, replace(ONE, median=9.0)], tmp_path / "one")
+    write([ONE, replace(ONE, median=2.05)], tmp_path / "one")
     with pytest.raises(
         ValueError, match=r"one:2: softmax small foci float32 cpu forward was measured in .*one:1 already"
     ):

@@ -35,6 +35,18 @@ def test_without_a_plan_foci_chooses_and_restore_gives_the_backends_back():
     assert torch.equal(model(x), before)
 
 
+def test_a_layer_is_installed_once_until_it_is_restored():
+    model = Pair()
+    with install(model, {"first": "chunked"}):
+        with pytest.raises(ValueError, match="installed in this model already; call restore"):
+            install(model)
+        assert model.second.backend == "reference"  # nothing was done by halves
+        install(model, {"second": "chunked"}).restore()
+    assert model.first.backend == model.second.backend == "reference"
+    install(model, {"first": "chunked"}).restore()
+    assert model.first.backend == "reference"
+
+
 def test_a_plan_names_layers_and_the_others_are_left():
     model = Pair()
     handle = install(model, {"second": "chunked"})

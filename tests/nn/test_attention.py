@@ -224,6 +224,7 @@ def test_what_does_not_fit_is_refused_with_its_name():
         (SIZE, 5, {}, "hidden_size is 24, no multiple of num_heads=5"),
         (SIZE, 4, {"head_dim": 0}, "head_dim is 0; expected an integer of at least 1"),
         (15, 5, {}, "head_dim is 3; expected an even number, for rotary, or rope_base=None"),
+        (SIZE, 4, {"backend": "native"}, "backend is 'native'; expected None or one of 'aten', 'flash', 'triton'"),
         (SIZE, 4, {"window": 0}, "window is 0; expected an integer of at least 1"),
         (SIZE, 4, {"window": 2.5}, r"window is 2\.5; expected an integer of at least 1"),
         (SIZE, 4, {"softcap": -1.0}, r"softcap must be a positive finite number, got -1\.0"),

@@ -282,6 +282,13 @@ def test_rotary_products_depend_on_distance_only() -> None:
     torch.testing.assert_close(torch.stack(products[1:]), torch.stack([products[0]] * 2))
 
 
+def test_rotary_of_a_trace_is_as_exact_as_any() -> None:
+    """torch.jit.trace makes tensors of sizes, whose quotients are of the default dtype."""
+    x, positions = torch.randn(1, 1, 1, 64), torch.tensor([131071])
+    traced = torch.jit.trace(rotary, (x, positions), check_trace=False)
+    torch.testing.assert_close(traced(x, positions), rotary(x, positions), rtol=0, atol=1e-6)
+
+
 def test_rotary_of_rows_and_of_part_of_a_head() -> None:
     x = torch.randn(2, 4, 3, 8, dtype=DOUBLE)
     places = torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]])

@@ -315,5 +315,6 @@ def test_bad_sizes_are_named(hidden: Tensor) -> None:
     layer(hidden, cache=cache)
     with pytest.raises(ShapeError, match="DeltaNet: cache holds q_conv1d of 2 rows; expected 3"):
         layer(hidden[[0, 1, 1]], cache=cache)
-    with pytest.raises(ValueError, match="unknown backend 'fast'"):
-        nn.DeltaNet(D, H, backend="fast")(hidden.float())
+    for layer in (nn.DeltaNet, nn.LinearAttention):
+        with pytest.raises(ValueError, match=rf"{layer.__name__}: backend is 'fast'; expected None or one of 'native', "):
+            layer(D, H, backend="fast")

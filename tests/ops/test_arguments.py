@@ -241,6 +241,28 @@ def test_a_switch_is_a_bool_or_0_or_1() -> None:
             switch("f", "x", wrong)
 
 
+@pytest.mark.parametrize("offsets", [None, torch.tensor([0, 0])])
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (foci.linear_attention, [(1, 0, 2, 4)] * 3 + [(1, 0, 2)]),
+        (foci.delta_rule, [(1, 0, 2, 4)] * 3 + [(1, 0, 2)] * 2),
+        (foci.scan, [(1, 0, 4)] * 2),
+        (foci.selective_scan, [(1, 0, 4), (1, 0, 4), (4, 2), (1, 0, 2), (1, 0, 2)]),
+    ],
+)
+def test_gradients_through_no_token_are_0_of_every_input(
+    function: Callable[..., Any], shapes: list[tuple[int, ...]], offsets: Tensor | None
+) -> None:
+    """In the reference too, whose loop over tokens has seen none."""
+    inputs = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    names = {foci.linear_attention: ["log_decay"], foci.delta_rule: ["beta", "log_decay"]}.get(function, [])
+    plain, named = inputs[: len(inputs) - len(names)], dict(zip(names, inputs[len(inputs) - len(names) :], strict=True))
+    out, _ = function(*plain, **named, offsets=offsets, return_state=True, backend="reference")
+    for x, found in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+        assert found.shape == x.shape and not found.any()
+
+
 @pytest.mark.parametrize(
     "function", [foci.attention, lambda *x: foci.linear_attention(*x)[0]], ids=["softmax", "decay"]
 )

@@ -142,7 +142,7 @@ def _unrouted(via: str) -> str:
         return (
             "a softmax over three or four dimensions runs here: if it is attention, it is the module's own arithmetic"
         )
-    return f"{via} runs here, in code that no integration routes"
+    return f"{via} runs here, in code that the integration of this model does not route"
 
 
 def _site(model: nn.Module, name: str, events: list[_Event], via: str) -> Site:

@@ -107,6 +107,8 @@ def _record(values: Any) -> Record:
     record = Record(**{name: values[name] for name in known if name in values})
     if record.median is not None and (record.fast is None or record.slow is None):
         raise ValueError("a median has its spread, fast and slow")
+    if record.median is not None and not record.fast <= record.median <= record.slow:
+        raise ValueError(f"a median of {record.median:g} is not within its spread, {record.fast:g} to {record.slow:g}")
     return record
 
 

@@ -12,7 +12,7 @@ from torch.types import Device
 from foci.core.errors import ShapeError, Unsupported
 from foci.nn.cache import NUMBERS, Cache, LayerCache, entry
 from foci.nn.operators import ALONE
-from foci.nn.parts import RMSNorm, check_share, head_sizes, heads, rope, rotary, sizes
+from foci.nn.parts import RMSNorm, backend_of, check_share, head_sizes, heads, rope, rotary, sizes
 from foci.ops.masks import Causal, Dense, Mask, Packed, Window
 from foci.ops.softmax.call import cap
 
@@ -61,7 +61,8 @@ class Attention(nn.Module):
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, int(num_heads), groups
         self.head_dim, self.window, self.softcap = K, None if window is None else int(window), cap("Attention", softcap)
         self.rope_base = None if rope_base is None else rope("Attention", "rope_base", rope_base)
-        self.layer_index, self.backend, self._number = entry("Attention", layer_index), backend, next(NUMBERS)
+        self.layer_index, self._number = entry("Attention", layer_index), next(NUMBERS)
+        self.backend = backend_of("Attention", "softmax", backend)
         own, shared = num_heads * K, groups * K
         self.q_proj = nn.Linear(hidden_size, own, bias=False, device=device, dtype=dtype)
         self.k_proj = nn.Linear(hidden_size, shared, bias=False, device=device, dtype=dtype)

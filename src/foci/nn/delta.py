@@ -13,6 +13,8 @@ from foci.nn.recurrent import Recurrent, Tokens, begin_gates, gate_parameters, l
 class _Delta(Recurrent):
     """Shared by the three: keys normalised after short convolutions, and beta."""
 
+    operator = "delta"
+
     def __init__(
         self,
         hidden_size: int,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from foci.core.errors import ShapeError
+from foci.ops import SPECS
 from foci.ops.arguments import INTEGERS, check_near, check_offsets, is_whole, number, plain
 from foci.ops.layer_parts import ACTIVATIONS, Norm, convolve, convolve_step, turn
 
@@ -19,6 +20,14 @@ def choice(where: str, name: str, value: str, options: dict[str, Callable[[Tenso
     """ValueError unless `value` names one of the options."""
     if not isinstance(value, str) or value not in options:  # a list would have no hash
         raise ValueError(f"{where}: {name} is {value!r}; expected one of {', '.join(map(repr, options))}")
+
+
+def backend_of(where: str, operator: str, name: str | None) -> str | None:
+    """ValueError unless that operator has a backend of this name, or none is named."""
+    names = [each.name for each in SPECS[operator].backends]
+    if name is not None and name not in names:
+        raise ValueError(f"{where}: backend is {name!r}; expected None or one of {', '.join(map(repr, names))}")
+    return name
 
 
 def sizes(where: str, named: dict[str, int]) -> None:

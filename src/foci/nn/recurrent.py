@@ -11,7 +11,7 @@ from torch.types import Device
 from foci.core.spec import accumulator
 from foci.nn.cache import NUMBERS, Cache, LayerCache, entry
 from foci.nn.operators import ALONE, Operators
-from foci.nn.parts import ShortConvolution, check_share, head_sizes, heads, sizes
+from foci.nn.parts import ShortConvolution, backend_of, check_share, head_sizes, heads, sizes
 from foci.ops.decay.api import linear_attention_step
 from foci.ops.delta.api import delta_rule_step
 from foci.ops.layer_parts import gate
@@ -161,6 +161,7 @@ class Recurrent(nn.Module):
     H = num_heads states of K x V (K = head_dim, V = value_dim), whose queries and keys have G = num_key_heads heads.
     """
 
+    operator = "linear"
     conv_size = 0  # no short convolutions, unless the layer makes some
     output = "o_proj"
     operators = ALONE
@@ -181,7 +182,7 @@ class Recurrent(nn.Module):
         self.hidden_size, self.num_heads, self.num_key_heads = hidden_size, num_heads, G
         self.head_dim, self.value_dim = K, K if value_dim is None else value_dim
         sizes(name, {"value_dim": self.value_dim})
-        self.layer_index, self.backend = entry(name, layer_index), backend
+        self.layer_index, self.backend = entry(name, layer_index), backend_of(name, self.operator, backend)
         self._kind, self._number = name, next(NUMBERS)  # kept, as wrappers may change a layer's class
 
     def forward(

@@ -143,8 +143,12 @@ def scaling(operator: str, scale: float | None, K: int) -> float:
     """scale, or K**-0.5 where none is given."""
     if scale is not None:
         return number(operator, "scale", scale)
-    wide = K.double() if isinstance(K, Tensor) else K  # a size in torch.jit.trace, whose power would be float32
-    return (wide or 1) ** -0.5
+    return (exact_size(K) or 1) ** -0.5
+
+
+def exact_size(size: Any) -> Any:
+    """A size to calculate with: in torch.jit.trace it is a tensor, whose quotients and powers would be float32."""
+    return size.double() if isinstance(size, Tensor) else size
 
 
 _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -208,6 +212,14 @@ class Stretch(NamedTuple):
     states: slice
     start: int
     stop: int
+
+
+def of_no_token(out: Tensor, call: Any) -> Tensor:
+    """An output of no tokens, as a result of all inputs: their gradients are 0 then, and not None."""
+    for x in call:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            out = out + x[:0].sum().to(out.dtype)
+    return out
 
 
 def by_token(*tensors: Tensor) -> list[tuple[Tensor, ...]]:

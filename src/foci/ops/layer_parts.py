@@ -21,7 +21,7 @@ from foci.core.device import installed
 from foci.core.errors import ShapeError
 from foci.core.plans import all_plain, replay_or_run, store_plan, try_replay_operator, wants_gradient
 from foci.core.spec import accumulator
-from foci.ops.arguments import alone, folded
+from foci.ops.arguments import alone, exact_size, folded
 from foci.ops.gpu import DTYPES, unsuitable
 from foci.ops.step import shares_storage
 
@@ -201,7 +201,7 @@ def _spreads(x: Tensor, scale: Tensor) -> bool:
 
 def turn(x: Tensor, positions: Tensor, base: float, width: int) -> Tensor:
     """Channels i < width/2 and i + width/2 of x [B,T,H,K] turned by positions ([T] or [B,T]) * base^(-2i/width)."""
-    rate = -2 * math.log(base) / width
+    rate = -2 * math.log(base) / exact_size(width)
     return _TURN(x, positions if positions.dim() == 2 else positions[None], rate, width, False)
 
 

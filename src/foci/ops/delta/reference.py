@@ -49,5 +49,5 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         runs = [run(start, stop, state[n : n + 1]) for n, (start, stop) in enumerate(packed)]
         out = [o for outs, _ in runs for o in outs]
         state = torch.cat([v.new_zeros(0, H, K, V), *(S for _, S in runs)])
-    stacked = torch.stack(out, dim=1) if out else v[:, :0]
+    stacked = torch.stack(out, dim=1) if out else arguments.of_no_token(v, call)
     return stacked.to(call.v.dtype).contiguous(), arguments.ends(call, state.to(call.accumulator).clone())

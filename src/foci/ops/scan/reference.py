@@ -23,7 +23,7 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     B, T, D, N = call.sizes
     x, decay = call.x.to(dtype), torch.exp(call.log_decay.to(dtype))
     state = x.new_zeros(N, D) if call.state is None else call.state.to(dtype)
-    out, final = [x[:, :0]], [state[:0]]
+    out, final = [arguments.of_no_token(x[:, :0], call)], [state[:0]]
     decays, news = arguments.by_token(decay, x)
     for _, states, start, stop in arguments.stretches(NAME, call.offsets, B, T):
         h = state[states]

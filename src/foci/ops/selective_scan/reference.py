@@ -24,7 +24,7 @@ def equation(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x, dt, B, C = (each.to(dtype) for each in (call.x, call.dt, call.B, call.C))
     A = rates(call.A, dtype)
     state = x.new_zeros(N, D, K) if call.state is None else call.state.to(dtype)
-    out, final = [x[:, :0]], [state[:0]]
+    out, final = [arguments.of_no_token(x[:, :0], call)], [state[:0]]
     tokens = list(zip(*arguments.by_token(x, dt, B, C), strict=True))
     for _, states, start, stop in arguments.stretches(NAME, call.offsets, batch, T):
         h = state[states]
