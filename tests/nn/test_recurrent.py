@@ -316,5 +316,5 @@ def test_bad_sizes_are_named(hidden: Tensor) -> None:
     with pytest.raises(ShapeError, match="DeltaNet: cache holds q_conv1d of 2 rows; expected 3"):
         layer(hidden[[0, 1, 1]], cache=cache)
     for layer in (nn.DeltaNet, nn.LinearAttention):
-        with pytest.raises(ValueError, match=rf"{layer.__name__}: backend is 'fast'; expected None or one of 'native', "):
+        with pytest.raises(ValueError, match=rf"{layer.__name__}: backend is 'fast'; expected None or one of 'native'"):
             layer(D, H, backend="fast")

@@ -16,7 +16,6 @@ from foci.nn.recurrent import Recurrent
 from foci.ops.decay.spec import SPEC as RECURRENT  # delta_rule's backends have the same names
 from foci.ops.softmax.spec import SPEC as SOFTMAX
 
-
 _INSTALLED: WeakSet[nn.Module] = WeakSet()
 
 
