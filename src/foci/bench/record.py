@@ -105,10 +105,12 @@ def _record(values: Any) -> Record:
     for name, field in known.items():
         _hold(name, values.get(name, field.default), field.default)
     record = Record(**{name: values[name] for name in known if name in values})
-    if record.median is not None and (record.fast is None or record.slow is None):
-        raise ValueError("a median has its spread, fast and slow")
-    if record.median is not None and not record.fast <= record.median <= record.slow:
-        raise ValueError(f"a median of {record.median:g} is not within its spread, {record.fast:g} to {record.slow:g}")
+    if record.median is not None:
+        if record.fast is None or record.slow is None:
+            raise ValueError("a median has its spread, fast and slow")
+        if not record.fast <= record.median <= record.slow:
+            told = f"{record.fast:g} to {record.slow:g}"
+            raise ValueError(f"a median of {record.median:g} is not within its spread, {told}")
     return record
 
 
