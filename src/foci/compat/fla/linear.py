@@ -10,7 +10,7 @@ from foci.compat.fla.arguments import Decay, Gate, Pair, Row, Run, Value, hold, 
 from foci.core.errors import ShapeError
 from foci.core.shapes import Signature, dense
 from foci.core.spec import accumulator
-from foci.ops.arguments import switch, whole
+from foci.ops.arguments import exact_size, switch, whole
 
 States = Tensor | tuple[Tensor, Tensor]
 Constant = Float[Tensor, "H"]
@@ -198,7 +198,7 @@ def fused_recurrent_lightning_attn(
     if not 0 <= whole("fla", "layer_idx", layer_idx, 0) <= num_layers:
         raise ValueError(f"layer_idx must be in 0..num_layers={num_layers}, got {layer_idx}; beyond, states would grow")
     heads = torch.arange(q.shape[2], dtype=accumulator(q.dtype), device=q.device)
-    log_decay = -8 / q.shape[2] * (1 - layer_idx / num_layers) * heads
+    log_decay = -8 / exact_size(q.shape[2]) * (1 - layer_idx / num_layers) * heads
     return Run(scale, initial_state, output_final_state, cu_seqlens, reverse).linear(q, k, v, log_decay)
 
 
