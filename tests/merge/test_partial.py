@@ -90,6 +90,14 @@ def test_gradients_flow_through_a_merge_with_empty_rows_and_parts() -> None:
     assert all(torch.isfinite(gradient).all() for gradient in found[1][2:])
 
 
+def test_what_stands_in_a_row_that_saw_nothing_adds_nothing() -> None:
+    seen, empty = Partial(torch.ones(2, 3), torch.zeros(2)), Partial(torch.full((2, 3), torch.nan), torch.zeros(2))
+    empty.lse[0] = -torch.inf
+    for found in (seen.combine(empty), empty.combine(seen)):
+        assert torch.equal(found.out[0], seen.out[0]) and found.lse[0] == 0
+        assert found.out[1].isnan().all()  # what was seen is told
+
+
 def test_gradcheck_of_a_merge() -> None:
     def merge(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(fold([Partial(*tensors[:2]), Partial(*tensors[2:])]))  # type: ignore[return-value]

@@ -14,9 +14,10 @@ from torch import Tensor
 import foci
 from foci.core.errors import Disagreement, RankError, ShapeError, Unsupported
 from foci.core.world import Raised, World
-from foci.parallel.balance import pieces
+from foci.parallel.balance import pieces, positions, shard, unshard
 from foci.parallel.group import Group
 from foci.parallel.handoff import handoff
+from foci.parallel.ring import ring
 from foci.parallel.ulysses import Ulysses, ulysses, usp
 from tests.parallel.proof import even, plain, prove
 
@@ -148,10 +149,10 @@ def prove_usp(world: World, name: str, order: str) -> None:
     rings, heads = MESHES[world.size][1], MESHES[world.size][0]
     held: list[dict[str, list[int]]] = [{} for _ in range(world.size)]
     for letter, size in sizes.items():
-        for ring in range(rings):
-            whole = [place for piece in pieces(order, size, rings, ring) for place in piece.positions]
+        for place_in_ring in range(rings):
+            whole = [place for piece in pieces(order, size, rings, place_in_ring) for place in piece.positions]
             for row, run in enumerate(plain(even(len(whole), heads))):
-                held[row * rings + ring][letter] = [whole[place] for place in run]
+                held[row * rings + place_in_ring][letter] = [whole[place] for place in run]
     prove(world, ORDERS[order], function, inputs, options, held)
 
 
@@ -246,6 +247,9 @@ def refusals() -> list[str]:
         (ValueError, lambda: ulysses(foci.scan, group)(q[:1, :, 0], q[:1, :, 1], offsets=torch.tensor([0, 2]))),
         (ValueError, lambda: ulysses(foci.attention, group)(q[:, :1], k, v, bias=draw(1, 14).requires_grad_())),
         (Unsupported, lambda: ulysses(Learned(), group)(q, k, v)),
+        (Unsupported, lambda: ulysses(Learned(), group)(q.detach(), k.detach(), v.detach())),
+        (ValueError, lambda: ulysses(ring(foci.attention, group), group)),
+        (ValueError, lambda: ulysses(handoff(foci.delta_rule, group), group)),
         (Unsupported, lambda: ulysses(plain_attention, group)(q, k, v, scale=torch.ones(()))),
         (TypeError, lambda: ulysses(short, group)(q, k, v)),
     ]
@@ -261,14 +265,56 @@ def refusals() -> list[str]:
 def test_what_is_wrong_everywhere_is_said_in_the_operators_words(worlds: Worlds) -> None:
     first, second = worlds(2).run(refusals)
     assert first == second
-    bias, lengths, offsets, row, learned, tensor, returned = first
+    bias, lengths, offsets, row, learned, alone, round_ring, round_handoff, tensor, returned = first
     assert "bias has shape [14, 5], so S would be 5; expected 1 or S=14" in bias
     assert "kv_lengths[1] is 99; expected 0 to 14" in lengths
     assert "offsets must rise from 0 to T=14" in offsets
     assert "bias has one row on each of 2 ranks" in row
-    assert "wants a gradient and is no argument" in learned
+    assert "wants a gradient and is no argument" in learned and learned == alone
+    assert (
+        round_ring == round_handoff and "group has ranks [0, 1], a wrapper inside [0, 1]; expected groups" in round_ring
+    )
     assert "scale is a tensor []" in tensor
     assert "it returned torch.float64 [2, 13, 3, 5]; expected torch.float64 [2, 14, 3, 5]" in returned
+
+
+def groups_that_are_no_grid(outer: list[list[int]], inner: list[list[int]]) -> str:
+    own: list[Any] = []
+    for each in (outer, inner):
+        groups = [dist.new_group(ranks) for ranks in each]  # by all ranks, members or not
+        own += [group for group, ranks in zip(groups, each, strict=True) if dist.get_rank() in ranks]
+    q = draw(1, 3, 4, 4)
+    with pytest.raises(Disagreement) as caught:
+        ulysses(ring(foci.attention, own[1], "plain"), own[0])(q, q, q)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_groups_that_are_no_grid_are_refused_by_all(worlds: Worlds, crossed: bool) -> None:
+    """Of two of four ranks each, in which a rank is not at one place of its group as those of the other are."""
+    straight, across = [[0, 1], [2, 3]], [[0, 3], [1, 2]]
+    outer, inner = (straight, across) if crossed else (across, straight)
+    for told in worlds(4).run(groups_that_are_no_grid, outer, inner):
+        assert f"this rank's place in the group{' around' if crossed else 's inside'}" in told
+
+
+def on_meshes_in_any_order() -> list[str]:
+    x, told = torch.arange(13), []
+    for ranks in ([[3, 1], [0, 2]], [[0, 1], [3, 2]]):
+        mesh = dist.DeviceMesh("cpu", ranks, mesh_dim_names=("u", "r"))
+        for attempt in (lambda m: usp(foci.attention, m), lambda m: shard(x, m, dim=0), lambda m: positions(13, m)):
+            with pytest.raises(ValueError, match="expected its rows in one order of ranks, and its columns") as caught:
+                attempt(mesh)
+            told.append(str(caught.value))
+    for ranks in ([[1, 3], [0, 2]], [[3, 2], [1, 0]]):
+        mesh = dist.DeviceMesh("cpu", ranks, mesh_dim_names=("u", "r"))
+        mine = shard(x, mesh, dim=0)
+        assert torch.equal(mine, positions(13, mesh)) and torch.equal(unshard(mine, mesh, dim=0), x)
+    return told
+
+
+def test_a_mesh_is_a_grid_in_the_order_of_ranks_or_refused(worlds: Worlds) -> None:
+    assert len(worlds(4).run(on_meshes_in_any_order)[0]) == 6
 
 
 def test_what_is_no_operator_is_refused_where_it_is_wrapped() -> None:

@@ -41,8 +41,12 @@ class Partial(NamedTuple):
         total = torch.where(empty, 1.0, ours + theirs)
         lse = torch.where(empty, -torch.inf, top + torch.log(total))
         # The weights come from the sum itself: exp(lse_a - lse) would carry the rounding of lse, 3e-5 at lse = 800.
-        out = (ours / total)[..., None] * self.out.to(lse.dtype) + (theirs / total)[..., None] * later.out.to(lse.dtype)
+        out = (ours / total)[..., None] * self._seen(lse.dtype) + (theirs / total)[..., None] * later._seen(lse.dtype)
         return Partial(out.to(self.out.dtype), lse)
+
+    def _seen(self, dtype: torch.dtype) -> Tensor:
+        """out, 0 in rows that see nothing, whatever stands there: NaN times 0 is none."""
+        return torch.where((self.lse == -torch.inf)[..., None], 0.0, self.out.to(dtype))
 
     def neutral(self) -> Partial:
         return Partial(torch.zeros_like(self.out), torch.full_like(self.lse, -torch.inf))

@@ -224,7 +224,7 @@ def _groups(group: Any) -> tuple[Group | None, Group]:
     if getattr(group, "ndim", 1) == 2:
         if names is None:
             raise ValueError("a two-dimensional DeviceMesh must have mesh_dim_names, such as ('ulysses', 'ring')")
-        return Group.of(group[names[0]]), Group.of(group[names[1]])
+        return Group.of_mesh(group)
     return None, Group.of(group)
 
 

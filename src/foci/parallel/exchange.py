@@ -50,12 +50,16 @@ class Session:
         self.step: int | None = None
         around = _enclosing.get()
         self.failure: Failure | None = None if around is None else around.failure
+        self.nests = False
+        self.place: int | None = None if around is None or not around.nests else around.group.rank
         self.own_error: Exception | None = None
         self.lost_ranks: set[int] = set()
         self.messages: list[StorageWeakRef] = []  # received messages, which can be forwarded without a copy
 
     def agree(self, facts: Mapping[str, object], numbers: Sequence[int] = ()) -> list[list[int]]:
-        """Group.agree, with this rank's failure so far."""
+        """Group.agree, with this rank's failure so far; nested in others, ranks have one place in the group around."""
+        if self.place is not None:
+            facts = {**facts, "this rank's place in the group around": self.place}
         return self.group.agree(self.operator, facts, numbers, failure=self.failure, own=self.own_error)
 
     def compute(self, function: Callable[..., Result], *args: Any) -> Result | None:
@@ -64,7 +68,7 @@ class Session:
 
     def run_nested(self, function: Callable[..., Result], *args: Any) -> Result | None:
         """`compute` that is itself a protocol: it runs also after a failure, so that its other ranks learn of it."""
-        self.nested = ()
+        self.nested, self.nests = (), True
         return self._run(function, *args)
 
     def _run(self, function: Callable[..., Result], *args: Any) -> Result | None:

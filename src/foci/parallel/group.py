@@ -107,6 +107,22 @@ class Group:
         staged = frozenset(device for device, backend in backends.items() if backend == "gloo" or device == "cpu")
         return Group(group, len(ranks), dist.get_rank(group), ranks, "cpu" in backends, staged)
 
+    @staticmethod
+    def of_mesh(mesh: Any) -> tuple[Group, Group]:
+        """The groups of this rank along both dimensions of a two-dimensional DeviceMesh with names.
+
+        torch sorts the ranks of each: a mesh is a grid of them if rows are in one order, and so are columns.
+        """
+        for dim in range(2):
+            order = mesh.mesh.argsort(dim)
+            if bool((order != order.narrow(1 - dim, 0, 1)).any()):
+                raise ValueError(
+                    f"mesh has ranks {mesh.mesh.tolist()}; expected its rows in one order of ranks, and its columns: "
+                    "torch sorts the ranks of each"
+                )
+        outer, inner = mesh.mesh_dim_names
+        return Group.of(mesh[outer]), Group.of(mesh[inner])
+
     def agree(
         self,
         operator: str,

@@ -60,7 +60,7 @@ def ring(op: Callable[..., Any], group: Any, order: Order = "zigzag") -> Ring:
         if isinstance(operator, Operator):
             hint = "; it has a state to hand on: handoff(op, group)"
         elif operator is not None:
-            hint = "; a ring goes inside: ulysses(ring(op, group), group)"
+            hint = "; a ring goes inside: ulysses(ring(op, inner), outer) or usp(op, mesh)"
         raise ValueError(f"ring: op must be foci.attention or foci.attention_with_lse, got {name}{hint}")
     if order not in get_args(Order):
         raise ValueError(f"ring: order must be one of {', '.join(map(repr, get_args(Order)))}, got {order!r}")

@@ -44,11 +44,20 @@ def ulysses(op: Callable[..., Any], group: Any) -> Ulysses:
     Every rank gets the gradient that one process would get of the sum of all ranks' losses: that of its own tokens, and
     the full gradient of what is replicated. Dropout drops what one process with rank 0's generator would.
 
-    Calls are one graph break of torch.compile. Raises what `op` would raise, Disagreement when ranks are called
-    differently, RankError on all ranks when one fails (step 0: heads for tokens, 1: the operator, 2: tokens for heads).
+    Calls are one graph break of torch.compile. Raises what `op` would raise, ValueError for a group that has more than
+    this rank in common with a wrapper's inside, Disagreement when ranks are called differently or groups are no grid,
+    RankError on all ranks when one fails (step 0: heads for tokens, 1: the operator, 2: tokens for heads).
     Paper: Jacobs et al. 2023 (arXiv 2309.14509).
     """
-    return Ulysses(operator_of(op) or opaque(op), Group.of(group))
+    found = Ulysses(operator_of(op) or opaque(op), Group.of(group))
+    outer, *within = groups_of(found)
+    for each in within:
+        if len(set(outer.ranks) & set(each.ranks)) > 1:
+            raise ValueError(
+                f"ulysses: group has ranks {list(outer.ranks)}, a wrapper inside {list(each.ranks)}; expected groups "
+                "that have this rank alone in common, as the dimensions of a mesh have: usp(op, mesh)"
+            )
+    return found
 
 
 def usp(op: Callable[..., Any], mesh: Any, order: Order = "zigzag") -> Ulysses:
@@ -61,7 +70,8 @@ def usp(op: Callable[..., Any], mesh: Any, order: Order = "zigzag") -> Ulysses:
     names = getattr(mesh, "mesh_dim_names", None)
     if getattr(mesh, "ndim", 0) != 2 or names is None:
         raise ValueError(f"usp: mesh must be a DeviceMesh of two named dimensions (ulysses, ring), got {mesh!r}")
-    return ulysses(ring(op, mesh[names[1]], order=order), mesh[names[0]])
+    outer, inner = Group.of_mesh(mesh)
+    return ulysses(ring(op, inner, order=order), outer)
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,7 @@ class Ulysses:
                 "backend": bound.backend,
                 "gradients": torch.is_grad_enabled(),
                 "cut along tokens": ", ".join(tokens),
+                "this rank's place in the groups inside": [each.rank for each in groups_of(self.inner)],
             }
             numbers = [*tokens.values(), *([] if seed is None else seed.flatten().tolist())]
         everyone = session.agree(facts, numbers)
@@ -313,7 +324,10 @@ class _Exchanged(torch.autograd.Function):
         compute = functools.partial(_compute, plan, call, backend, wanted)
         outputs = None
         if plan.share.heads[0] < plan.share.heads[1]:
-            run = compute if inside is None else functools.partial(inside.run, compute, needs=needs)
+            if inside is not None:
+                run = functools.partial(inside.run, compute, needs=needs)
+            else:
+                run = functools.partial(_detached, compute) if plan.recorded else compute
             outputs = plan.runner(session)(run, arrived)
         if outputs is None:
             outputs = tuple(
@@ -357,6 +371,12 @@ class _Exchanged(torch.autograd.Function):
             )
             found = {name: route.join_heads(each) for name, route, each in zip(names, routes, moved, strict=True)}
         return None, None, None, None, None, *(found.get(name) for name in plan.routes)
+
+
+def _detached(compute: Callable[[Sequence[Tensor]], Outputs], tensors: Sequence[Tensor]) -> Outputs:
+    """compute(tensors), none of which needs a gradient, recorded: what needs one inside is seen, and refused."""
+    with torch.enable_grad():
+        return tuple(x.detach() for x in compute(tensors))
 
 
 def _compute(plan: _Plan, call: Any, backend: str | None, wanted: int, tensors: Sequence[Tensor]) -> Outputs:

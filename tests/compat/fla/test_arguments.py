@@ -26,6 +26,8 @@ def test_chunk_sizes_are_powers_of_two() -> None:
 def test_the_copy_of_cu_seqlens_is_one() -> None:
     packed = ours.chunk_gla(X, X, X, -X, cu_seqlens=ENDS)
     torch.testing.assert_close(ours.chunk_gla(X, X, X, -X, cu_seqlens=ENDS, cu_seqlens_cpu=ENDS.clone()), packed)
+    with pytest.raises(ValueError, match=r"cu_seqlens_cpu must be the copy of cu_seqlens, \[0, "):
+        ours.chunk_gla(X, X, X, -X, cu_seqlens=ENDS, cu_seqlens_cpu=ENDS + 1)
     with pytest.raises(ValueError, match=r"cu_seqlens_cpu must be the copy of cu_seqlens \(shape \[3\]\)"):
         ours.chunk_gla(X, X, X, -X, cu_seqlens=ENDS, cu_seqlens_cpu=ENDS[:2])
     with pytest.raises(ValueError, match=r"cu_seqlens_cpu must be the copy of cu_seqlens \(shape None\)"):

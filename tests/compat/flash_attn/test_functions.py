@@ -149,6 +149,12 @@ def packed(sequences: list[tuple[int, int]]) -> tuple[Tensor, ...]:
     return q, k, v, *offsets
 
 
+def test_tokens_of_no_sequence_are_0() -> None:
+    q, none = torch.randn(6, 2, 4), torch.tensor([0])
+    for slopes in (None, torch.rand(2)):
+        assert not flash_attn_varlen_func(q, q, q, none, none, 3, 3, alibi_slopes=slopes).any()
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (1, 1)])
 @pytest.mark.parametrize("alibi", [None, 1, 2], ids=["plain", "slopes", "slopes-by-sequence"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,20 @@ def others(inputs: dict[str, Tensor]) -> Any:
 def test_ulysses_alone_and_the_packed_layer(worlds: Worlds) -> None:
     inputs = draw(H=5, G=5, alibi=False)
     compare(worlds(2).run(others, inputs), inputs, {"causal": True}, "basic", 1, 2)
+
+
+def copies() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = set_seq_parallel_pg(size, 1, rank, size)
+    x = torch.randn(1, 2, 2, 4)
+    for layer in (LongContextAttention(groups=groups), UlyssesAttention()):
+        assert torch.equal(copy.deepcopy(layer)(x, x, x), layer(x, x, x))
+    packed = copy.deepcopy(LongContextAttentionQKVPacked(groups=groups))
+    assert packed.ulysses_pg is groups.ULYSSES_PG and packed.ring_pg is groups.RING_PG
+
+
+def test_a_copy_of_a_layer_talks_to_the_same_ranks(worlds: Worlds) -> None:
+    worlds(2).run(copies)
 
 
 def refusals() -> list[str]:

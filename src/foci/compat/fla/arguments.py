@@ -15,7 +15,7 @@ from foci.core.shapes import Signature, dense
 from foci.core.spec import accumulator
 from foci.nn.parts import l2norm
 from foci.nn.recurrent import selective_decay
-from foci.ops.arguments import check_documents, check_near, check_rest, number, switch
+from foci.ops.arguments import check_documents, check_near, check_rest, number, plain, switch
 from foci.ops.decay.api import linear_attention
 from foci.ops.delta.api import delta_rule
 
@@ -277,6 +277,10 @@ def tuning(
         if shape != list(cu_seqlens_cpu.shape) or cu_seqlens_cpu.device.type != "cpu":
             got = f"{list(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device}"
             raise ValueError(f"cu_seqlens_cpu must be the copy of cu_seqlens (shape {shape}) on the CPU, got {got}")
+        if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and plain(cu_seqlens) and plain(cu_seqlens_cpu):
+            own, copy = cu_seqlens.tolist(), cu_seqlens_cpu.tolist()
+            if own != copy:
+                raise ValueError(f"cu_seqlens_cpu must be the copy of cu_seqlens, {own!r:.99}, got {copy!r:.99}")
     for name, flag in (("safe_gate", safe_gate), ("disable_recompute", disable_recompute)):
         if not isinstance(flag, bool):
             raise ValueError(f"{name} must be True or False, got {flag!r}")

@@ -155,11 +155,9 @@ def flash_attn_varlen_func(
         k, v = _gathered(k, v, cu_seqlens_k, indices("block_table", block_table, N, k.device, "pages"))
     bias = None
     if alibi_slopes is not None:
-        document, rows = _places(cu_seqlens_q, q.shape[0])
-        _, columns = _places(cu_seqlens_k, k.shape[0])
-        ends = cu_seqlens_k.long().diff() - cu_seqlens_q.long().diff()
-        slopes = per_head(alibi_slopes, N, q).expand(N, -1)[document].T[None, :, :, None]
-        bias = alibi(slopes, (rows + ends[document])[None], columns[None])
+        slopes = per_head(alibi_slopes, N, q)
+        if N:
+            bias = _alibi(slopes.expand(N, -1), q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k)
     options = Options(dropout_p, softmax_scale, softcap, deterministic)
     attended = _attend(q[None], k[None], v[None], mask, bias, options, return_attn_probs)
     if isinstance(attended, Tensor):
@@ -238,6 +236,14 @@ def _places(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
     token = torch.arange(total, device=offsets.device)
     document = torch.searchsorted(offsets[1:].long(), token, right=True).clamp(max=max(offsets.numel() - 2, 0))
     return document, token - offsets.long()[document]
+
+
+def _alibi(slopes: Tensor, T: int, S: int, q_offsets: Tensor, k_offsets: Tensor) -> Tensor:
+    """The bias [1,H,T,S] of slopes [N,H], a row for each sequence."""
+    document, rows = _places(q_offsets, T)
+    _, columns = _places(k_offsets, S)
+    ends = k_offsets.long().diff() - q_offsets.long().diff()
+    return alibi(slopes[document].T[None, :, :, None], (rows + ends[document])[None], columns[None])
 
 
 def _gathered(k: Tensor, v: Tensor, offsets: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,12 +50,19 @@ class LongContextAttention(nn.Module):
         check_kernel(attn_type, attn_processor)
         self.order = _order(ring_impl_type)
         found = current(groups)
-        self.ulysses_pg, self.ring_pg = found.ULYSSES_PG, found.RING_PG
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
         self.use_pack_qkv, self.use_sync = use_pack_qkv, use_sync
         self.attn_type, self.attn_processor = attn_type, attn_processor
         self.ring_attn_fn = RING_IMPL_DICT[ring_impl_type]
-        self._groups = Group.of(self.ulysses_pg), Group.of(self.ring_pg)
+        self._groups = Group.of(found.ULYSSES_PG), Group.of(found.RING_PG)
+
+    @property
+    def ulysses_pg(self) -> dist.ProcessGroup:
+        return self._groups[0].pg
+
+    @property
+    def ring_pg(self) -> dist.ProcessGroup:
+        return self._groups[1].pg
 
     def forward(
         self,
@@ -96,8 +103,15 @@ class LongContextAttentionQKVPacked(nn.Module):
         self.inner = LongContextAttention(
             ring_impl_type=ring_impl_type, use_sync=use_sync, attn_type=attn_type, groups=groups
         )
-        self.ulysses_pg, self.ring_pg = self.inner.ulysses_pg, self.inner.ring_pg
         self.ring_attn_fn = RING_IMPL_QKVPACKED_DICT[ring_impl_type]
+
+    @property
+    def ulysses_pg(self) -> dist.ProcessGroup:
+        return self.inner.ulysses_pg
+
+    @property
+    def ring_pg(self) -> dist.ProcessGroup:
+        return self.inner.ring_pg
 
     def forward(
         self,
@@ -135,10 +149,13 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         _check_dimensions(scatter_idx, gather_idx, (2, 1))
         check_kernel(attn_type, attn_processor)
-        self.spg = dist.group.WORLD if sequence_process_group is None else sequence_process_group
         self.scatter_idx, self.gather_idx, self.use_sync = scatter_idx, gather_idx, use_sync
         self.attn_type = attn_type
-        self._group = Group.of(self.spg)
+        self._group = Group.of(dist.group.WORLD if sequence_process_group is None else sequence_process_group)
+
+    @property
+    def spg(self) -> dist.ProcessGroup:
+        return self._group.pg
 
     def forward(
         self,
