@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor
 from foci.check import compare, diagnose, memory
 from foci.check.exam import Exam, Gradients
 from foci.check.laws import Finding, Findings, law
-from foci.core.spec import Case
+from foci.core.spec import Case, Inputs, Outputs
 
 BETWEEN = "another call before the backward changes it: two layers that share the function would train wrong"
 TRAINING = "{} is another when gradients are wanted: it is trained by other numbers than it gives afterwards"
 REUSED = "{} lies in memory that the next call writes to: right until then"
 SEEDED = "it seeds the generator of random numbers: whatever the program draws afterwards repeats, in every run"
+SEED = 0x5EED_0F0C
 OVERWRITTEN = "{} is overwritten: whoever uses it afterwards (a residual, the compiler) gets other numbers"
 
 
@@ -30,9 +32,10 @@ def inputs_untouched(exam: Exam) -> Findings:
     dtype = exam.dtype
     for case in exam.cases():
         inputs = exam.fresh(case, dtype)
+        seeded: list[str] = []
         with memory.default_settings() as changed:
-            outputs = exam.attempt(inputs).outputs
-        yield from (Finding(case.name, None, sentence) for sentence in (*changed, *[SEEDED] * exam.reseeded))
+            outputs = exam.attempt(inputs, partial(_drawing, exam, seeded)).outputs
+        yield from (Finding(case.name, None, sentence) for sentence in changed + seeded)
         if outputs is None:
             continue
         for (name, given), (_, value) in zip(_tensors(inputs), _tensors(exam.inputs(case, dtype)), strict=True):
@@ -45,6 +48,15 @@ def inputs_untouched(exam: Exam) -> Findings:
     through = tuple(name for name in exam.names if name not in exam.spec.logs)
     for case in exam.covering_cases(lambda case: exam.gradients(case, dtype, through).gradients is not None):
         yield from _backward_effects(exam, case, through)
+
+
+def _drawing(exam: Exam, told: list[str], inputs: Inputs) -> Outputs:
+    """The candidate, from a seed that nobody else gives; `told` whether it is another one afterwards."""
+    generator = exam.generator()
+    generator.manual_seed(SEED)
+    outputs = exam.candidate.call(inputs)
+    told += [SEEDED] * (generator.initial_seed() != SEED)
+    return outputs
 
 
 def _backward_effects(exam: Exam, case: Case, through: tuple[str, ...]) -> Findings:
