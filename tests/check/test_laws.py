@@ -41,9 +41,12 @@ def ours(change=lambda out, lse: (out, lse), drop=(), seen=lambda mask: mask):
     return adapt(attend)
 
 
-def test_causality_of_gradients() -> None:
-    class Leaks(torch.autograd.Function):
-        """The identity, whose gradient counts the whole sequence."""
+@pytest.mark.parametrize(("noise", "leak"), [(0.0, 0.1), (1e-5, 0.1), (1e-5, 0.0)])
+def test_causality_of_gradients(noise: float, leak: float) -> None:
+    """What differs from call to call by itself is no leak, and hides none."""
+
+    class Spoiled(torch.autograd.Function):
+        """The identity, whose gradient counts the whole sequence, and is rounded in another way each time."""
 
         @staticmethod
         def forward(ctx, x, other):
@@ -52,34 +55,11 @@ def test_causality_of_gradients() -> None:
 
         @staticmethod
         def backward(ctx, grad):
-            return grad * (1 + 0.1 * ctx.saved_tensors[0].mean()), None
+            return grad * (1 + noise * torch.rand_like(grad) + leak * ctx.saved_tensors[0].mean()), None
 
     def attend(q, k, v, *, is_causal=False):
         out, _ = attention_with_lse(q, k, v, mask=softmax_causal() if is_causal else None)
-        return Leaks.apply(out, k.detach())
-
-    told = ask("causality", adapt(attend))
-    assert told and all("leak into dq, dk, dv of the prefix" in sentence for sentence in told)
-
-
-@pytest.mark.parametrize("leak", [0.0, 0.1])
-def test_gradients_that_differ_from_call_to_call_are_no_leak(leak: float) -> None:
-    class Noisy(torch.autograd.Function):
-        """The identity, whose gradient is rounded in another way each time."""
-
-        @staticmethod
-        def forward(ctx, x, other):
-            ctx.save_for_backward(other)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            noise = 1e-5 * torch.rand_like(grad) * (1 + leak * ctx.saved_tensors[0].mean())
-            return grad * (1 + noise + leak * ctx.saved_tensors[0].mean()), None
-
-    def attend(q, k, v, *, is_causal=False):
-        out, _ = attention_with_lse(q, k, v, mask=softmax_causal() if is_causal else None)
-        return Noisy.apply(out, k.detach())
+        return Spoiled.apply(out, k.detach())
 
     told = ask("causality", adapt(attend))
     assert bool(told) == bool(leak) and all("leak into dq, dk, dv of the prefix" in sentence for sentence in told)
