@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,25 @@ def test_causality_of_gradients(noise: float, leak: float) -> None:
 
     told = ask("causality", adapt(attend))
     assert bool(told) == bool(leak) and all("leak into dq, dk, dv of the prefix" in sentence for sentence in told)
+
+
+def test_what_is_now_and_then_no_number_excuses_no_leak() -> None:
+    turns = itertools.cycle((1.0, 1.0, torch.nan, torch.nan, torch.nan))  # a case is asked twice, and thrice more
+
+    class Leaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, other):
+            ctx.other = other
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (next(turns) + 0.1 * ctx.other.mean()), None
+
+    def attend(q, k, v, *, is_causal=False):
+        return Leaks.apply(attention_with_lse(q, k, v, mask=softmax_causal() if is_causal else None)[0], k.detach())
+
+    assert ask("causality", adapt(attend))
 
 
 def softmax_causal() -> Mask:

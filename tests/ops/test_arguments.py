@@ -263,6 +263,12 @@ def test_gradients_through_no_token_are_0_of_every_input(
         assert found.shape == x.shape and not found.any()
 
 
+def test_a_trace_of_no_token_has_its_output() -> None:
+    x = torch.ones(1, 0, 2, 4)
+    traced = torch.jit.trace(lambda *x: foci.linear_attention(*x, backend="reference")[0], (x, x, x), check_trace=False)
+    assert traced(x, x, x).shape == x.shape
+
+
 @pytest.mark.parametrize(
     "function", [foci.attention, lambda *x: foci.linear_attention(*x)[0]], ids=["softmax", "decay"]
 )

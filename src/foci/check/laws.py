@@ -320,12 +320,13 @@ def causality(exam: Exam) -> Findings:
 
 
 def _noise(exam: Exam, case: Case, dtype: torch.dtype, place: Place, before: dict[str, Tensor]) -> dict[str, float]:
-    """How far results of equal calls are from each other, at most, in a few."""
+    """How far results of equal calls are from each other, at most, in a few; what is no number excuses nothing."""
     again = [_prefix(exam, exam.fresh(case, dtype), place) or {} for _ in range(3)]
-    return {
-        name: max((compare.changed(each[name], old, False).size for each in again if name in each), default=0.0)
+    sizes = {
+        name: [compare.changed(each[name], old, False).size for each in again if name in each]
         for name, old in before.items()
     }
+    return {name: max(filter(math.isfinite, each), default=0.0) for name, each in sizes.items()}
 
 
 def _prefix(exam: Exam, inputs: dict, place: Place) -> dict[str, Tensor] | None:

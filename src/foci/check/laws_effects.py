@@ -19,7 +19,7 @@ BETWEEN = "another call before the backward changes it: two layers that share th
 TRAINING = "{} is another when gradients are wanted: it is trained by other numbers than it gives afterwards"
 REUSED = "{} lies in memory that the next call writes to: right until then"
 SEEDED = "it seeds the generator of random numbers: whatever the program draws afterwards repeats, in every run"
-SEED = 0x5EED_0F0C
+SEED = 0x5EED_0F0C  # that nobody seeds with
 OVERWRITTEN = "{} is overwritten: whoever uses it afterwards (a residual, the compiler) gets other numbers"
 
 

@@ -217,7 +217,7 @@ class Stretch(NamedTuple):
 def of_no_token(out: Tensor, call: Any) -> Tensor:
     """An output of no tokens, as a result of all inputs: their gradients are 0 then, and not None."""
     for x in call:
-        if isinstance(x, Tensor) and x.is_floating_point():
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dim():  # not a trace's scale
             out = out + x[:0].sum().to(out.dtype)
     return out
 
