@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 
 from foci.cli_tune_ahead import Offline, gpu
 from foci.core import assembler
-from foci.core.assembler import HOPPER, NAMED, _forget, assembling, describe_ptxas, ptxas_for, retry_failed_passes
+from foci.core.assembler import (
+    HOPPER, NAMED, _forget, _refusal, assembling, describe_ptxas, ptxas_for, refusal, retry_failed_passes,
+)  # fmt: skip
 from foci.core.tune import TARGETS
 
 triton = pytest.importorskip("triton")
@@ -25,8 +29,24 @@ def versions() -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(autouse=True)
-def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def unnamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(NAMED, raising=False)
+    _refusal.cache_clear()
+    yield
+    _refusal.cache_clear()
+
+
+def brings(monkeypatch: pytest.MonkeyPatch, driver: int | None, **tools: str) -> None:
+    """As if Triton brought ptxas of these versions by these settings, and the driver were of this CUDA."""
+
+    class Nvidia:
+        def __getattr__(self, name: str) -> SimpleNamespace:
+            if name not in tools:
+                raise RuntimeError(f"Cannot find {name}")
+            return SimpleNamespace(path=name, version=tools[name])
+
+    monkeypatch.setattr(triton.knobs, "nvidia", Nvidia())
+    monkeypatch.setattr(assembler, "_driver", lambda: driver)
 
 
 def test_hopper_gets_the_newest_that_triton_brings_and_everything_is_as_before_afterwards() -> None:
@@ -56,7 +76,9 @@ def test_the_assembler_that_a_user_names_wins(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(NAMED, theirs)
     with assembling(HOPPER):
         assert nvidia.ptxas.path == theirs
-    assert os.environ[NAMED] == theirs and describe_ptxas() == f"{theirs}, as {NAMED} says"
+    assert os.environ[NAMED] == theirs
+    monkeypatch.setenv(NAMED, right := nvidia.ptxas_blackwell.path)
+    assert describe_ptxas() == f"{right}, as {NAMED} says"
 
 
 def test_so_does_one_that_is_chosen_through_triton() -> None:
@@ -95,6 +117,63 @@ def test_who_compiles_beside_another_gets_it_for_the_whole_time() -> None:
     two.join(20)
     assert seen == [newest] and not one.is_alive()
     assert nvidia.ptxas.path == before and dict(os.environ) == environment
+
+
+@pytest.mark.parametrize(
+    ("driver", "tools", "expected"),
+    [
+        (13, {"ptxas": "12.8", "ptxas_blackwell": "13.1"}, "13.1"),
+        (None, {"ptxas": "12.8", "ptxas_blackwell": "13.1"}, "13.1"),
+        (12, {"ptxas": "12.9", "ptxas_blackwell": "13.4"}, "12.9"),
+        (12, {"ptxas_blackwell": "12.9"}, "12.9"),
+        (None, {"ptxas": "12.9"}, "12.9"),
+    ],
+)
+def test_the_newest_is_one_that_is_there_and_that_the_driver_loads(
+    driver: int | None, tools: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brings(monkeypatch, driver, **tools)
+    assert ptxas_for(HOPPER).version == expected and refusal() is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "tools", "what"),
+    [
+        (12, {"ptxas": "12.8", "ptxas_blackwell": "13.1"}, "ptxas 12.8, and Hopper needs 12.9 or newer, of CUDA 12 at"),
+        (None, {"ptxas": "12.8"}, "ptxas 12.8, and Hopper needs 12.9 or newer: older ones miscompile"),
+        (None, {}, "no ptxas, and Hopper needs 12.9 or newer: older ones miscompile"),
+        (12, {"ptxas": "13.1"}, "ptxas 13.1, and Hopper needs 12.9 or newer, of CUDA 12 at most as the driver is"),
+    ],
+)
+def test_where_none_is_right_hopper_is_refused(
+    driver: int | None, tools: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brings(monkeypatch, driver, **tools)
+    assert f"Triton brings {what}" in refusal() and describe_ptxas() == f"none: {refusal()}"
+
+
+def test_so_is_one_that_a_user_names_and_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    brings(monkeypatch, None, ptxas="12.8", ptxas_blackwell="13.1")
+    assert refusal() is None
+    monkeypatch.setenv(NAMED, "/old/ptxas")
+    assert refusal().startswith(f"{NAMED} names ptxas 12.8, and Hopper needs 12.9 or newer")
+
+
+def test_a_driver_that_is_not_there_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembler.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    assembler._driver.cache_clear()
+    assert assembler._driver() is None
+    assembler._driver.cache_clear()
+
+
+def test_who_finds_none_leaves_no_choice_undone_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else that one would take Triton's choice for its own, and be miscompiled in silence."""
+    with monkeypatch.context() as patched:
+        patched.setattr(assembler, "ptxas_for", lambda arch: (_ for _ in ()).throw(RuntimeError("none")))
+        with pytest.raises(RuntimeError, match="none"), assembling(HOPPER):
+            pass
+    with assembling(HOPPER):
+        assert versions()[0] == max(versions())
 
 
 def test_without_triton_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,18 @@ def test_gpus_older_than_those_compiled_for_are_refused(
     assert unsuitable(like, (1,), (64,)) == expected  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_hopper_is_refused_where_nothing_assembles_its_kernels_right(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16)
+    monkeypatch.setattr(gpu, "interpreting", lambda: False)
+    monkeypatch.setattr(gpu, "imported", lambda package: package == "triton")
+    monkeypatch.setattr(gpu, "refusal", lambda: "ptxas is too old")
+    monkeypatch.setattr(gpu, "target_of", lambda device: TARGETS[name])
+    assert unsuitable(like, (1,), (64,)) == (["ptxas is too old"] if name == "sm_90" else [])  # type: ignore[arg-type]
+
+
 # Of every recurrence the arguments whose last dimension is a width that kernels hold whole.
 WIDTHS = {"linear": ["qk", "v"], "delta": ["qk", "v"], "scan": [], "selective_scan": ["ABC"]}
 

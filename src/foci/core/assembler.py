@@ -1,14 +1,20 @@
-"""Compile kernels for Hopper with the newest ptxas that Triton ships, not with the one Triton would choose.
+"""Compile kernels for Hopper with the newest ptxas that Triton ships and the driver loads, not with Triton's choice.
 
 Triton uses its ptxas 12.8 (from 3.8 on 12.9) for everything before Blackwell, and a newer one for Blackwell. On Hopper
 the old one miscompiles some chains of warpgroup products (wgmma) whose PTX the newer one assembles correctly: on an
 H200 the delta rule's backward had gradients wrong by 0.8 of their size, or illegal memory accesses, at 3 of 16 block
 sizes (Triton 3.6; triton#11366, triton#11781, fla#984). Both take the same PTX, so kernels stay as they are. Triton's
 disk cache is keyed by the ptxas version among other things, so binaries of the old one are not reused.
+
+A driver loads what a ptxas of its own major version of CUDA has made, or of one before: ptxas 13 marks its binaries as
+of another ABI. Triton 3.7 ships 12.8 and 13.1, so with a driver of CUDA 12 it has none that is right: kernels are
+refused then, with what to do (`refusal`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
 import threading
@@ -16,7 +22,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from foci.core.device import constant
+
 HOPPER = 90
+RIGHT = (12, 9)  # the oldest ptxas that assembles Hopper's products as their PTX says
 NAMED = "TRITON_PTXAS_PATH"  # environment variable by which a user chooses a ptxas; it takes precedence
 
 
@@ -28,14 +37,13 @@ class _Choice:
 
     def enter(self) -> None:
         with self.lock:
+            if not self.inside and (tool := ptxas_for(HOPPER)) is not None:
+                nvidia = sys.modules["triton"].knobs.nvidia
+                self.undo.callback(_forget)
+                self.undo.enter_context(nvidia.scope())
+                nvidia.ptxas = tool.path
+                _forget()
             self.inside += 1
-            if self.inside > 1 or (tool := ptxas_for(HOPPER)) is None:
-                return
-            nvidia = sys.modules["triton"].knobs.nvidia
-            self.undo.callback(_forget)
-            self.undo.enter_context(nvidia.scope())
-            nvidia.ptxas = tool.path
-            _forget()
 
     def leave(self) -> None:
         with self.lock:
@@ -89,19 +97,67 @@ def _forget() -> None:
 
 def ptxas_for(arch: int) -> Any:
     """The ptxas (`path`, `version`) to use instead of Triton's choice; None to keep Triton's."""
-    nvidia = getattr(getattr(sys.modules.get("triton"), "knobs", None), "nvidia", None)
-    if arch != HOPPER or nvidia is None or NAMED in os.environ:
+    if arch != HOPPER or NAMED in os.environ:
         return None
-    tools = [tool for name in ("ptxas", "ptxas_blackwell") if (tool := getattr(nvidia, name, None)) is not None]
+    tools = [tool for name in ("ptxas", "ptxas_blackwell") if (tool := _tool(name)) is not None and _loads(tool)]
     return max(tools, key=_version, default=None)
+
+
+@constant
+def refusal() -> str | None:
+    """Why no kernel for Hopper would be assembled as its PTX says; None if all would, or Triton is not imported."""
+    return _refusal(os.environ.get(NAMED)) if "triton" in sys.modules else None
+
+
+@functools.cache
+def _refusal(named: str | None) -> str | None:
+    tool, driver = ptxas_for(HOPPER) or _tool("ptxas"), _driver()
+    if tool is not None and _version(tool) >= RIGHT and _loads(tool):
+        return None
+    what, right = "no ptxas" if tool is None else f"ptxas {tool.version}", ".".join(map(str, RIGHT)) + " or newer"
+    there = f"Triton brings {what}" if named is None else f"{NAMED} names {what}"
+    if driver is not None:
+        right += f", of CUDA {driver} at most as the driver is"
+    return (
+        f"{there}, and Hopper needs {right}: older ones miscompile its products (triton#11366); name one by {NAMED}, "
+        "as that of the package nvidia-cuda-nvcc-cu12"
+    )
 
 
 def describe_ptxas() -> str:
     """Which ptxas Hopper's kernels are compiled with, in words."""
+    if (reason := refusal()) is not None:
+        return f"none: {reason}"
     if NAMED in os.environ:
         return f"{os.environ[NAMED]}, as {NAMED} says"
     tool = ptxas_for(HOPPER)
     return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the newest that Triton brings"
+
+
+def _tool(name: str) -> Any:
+    """A ptxas of Triton's by its setting's name; None where a distribution of Triton has left it out."""
+    nvidia = getattr(getattr(sys.modules.get("triton"), "knobs", None), "nvidia", None)
+    try:
+        return getattr(nvidia, name, None)
+    except RuntimeError:  # Triton's words: Cannot find ptxas-blackwell
+        return None
+
+
+def _loads(tool: Any) -> bool:
+    """Whether the driver, if there is one, loads what this ptxas makes."""
+    driver = _driver()
+    return driver is None or _version(tool)[0] <= driver
+
+
+@functools.cache
+def _driver() -> int | None:
+    """The major version of CUDA that NVIDIA's driver has; None without one."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value // 1000
 
 
 def _version(tool: Any) -> tuple[int, ...]:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foci.core.device import installed
+from foci.core.assembler import HOPPER, refusal
+from foci.core.device import imported, installed
 from foci.core.errors import Unsupported
-from foci.core.tune import interpreting, target_of
+from foci.core.tune import Target, interpreting, target_of
 from foci.ops.arguments import alone, documents, short
 
 CHUNK = 64  # tokens of a chunk in every kernel of the recurrences
@@ -20,10 +21,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def unsuitable(like: Tensor, sizes: Sequence[int], widths: Sequence[int]) -> list[str]:
     """Reasons against a call on a GPU: its device, dtype, a size of 0, heads wider than WIDEST."""
     found = []
-    if like.device.type != "cuda" and not (interpreting() and like.device.type == "cpu"):
+    if like.device.type == "cuda":
+        found += _unsuitable(target_of(like.device))
+    elif not (interpreting() and like.device.type == "cpu"):
         found.append(f"it needs a GPU, the tensors are on {like.device.type}")
-    elif like.device.type == "cuda" and (target := target_of(like.device)).kind == "cuda" and target.arch < 80:
-        found.append(f"sm_{target.arch} is older than sm_80, the oldest that kernels are compiled and tested for")
     if like.dtype not in DTYPES:
         found.append(f"{short(like.dtype)} is not supported")
     if interpreting() and like.dtype == torch.bfloat16:
@@ -33,6 +34,14 @@ def unsuitable(like: Tensor, sizes: Sequence[int], widths: Sequence[int]) -> lis
     if max(widths) > WIDEST:
         found.append(f"heads wider than {WIDEST} are not supported")
     return found
+
+
+def _unsuitable(target: Target) -> list[str]:
+    """Reasons against a GPU: it is too old, or no kernel is assembled right for it."""
+    if target.kind == "cuda" and target.arch < 80:
+        return [f"sm_{target.arch} is older than sm_80, the oldest that kernels are compiled and tested for"]
+    wrong = target.kind == "cuda" and target.arch == HOPPER and imported("triton") and refusal()
+    return [wrong] if wrong else []
 
 
 def chunks(T: int, B: int, offsets: Tensor | None) -> int:
