@@ -127,6 +127,7 @@ def test_who_compiles_beside_another_gets_it_for_the_whole_time() -> None:
         (12, {"ptxas": "12.9", "ptxas_blackwell": "13.4"}, "12.9"),
         (12, {"ptxas_blackwell": "12.9"}, "12.9"),
         (None, {"ptxas": "12.9"}, "12.9"),
+        (13, {"ptxas": "12.9", "ptxas_blackwell": "13.0"}, "12.9"),
     ],
 )
 def test_the_newest_is_one_that_is_there_and_that_the_driver_loads(
@@ -139,10 +140,11 @@ def test_the_newest_is_one_that_is_there_and_that_the_driver_loads(
 @pytest.mark.parametrize(
     ("driver", "tools", "what"),
     [
-        (12, {"ptxas": "12.8", "ptxas_blackwell": "13.1"}, "ptxas 12.8, and Hopper needs 12.9 or newer, of CUDA 12 at"),
-        (None, {"ptxas": "12.8"}, "ptxas 12.8, and Hopper needs 12.9 or newer: older ones miscompile"),
-        (None, {}, "no ptxas, and Hopper needs 12.9 or newer: older ones miscompile"),
-        (12, {"ptxas": "13.1"}, "ptxas 13.1, and Hopper needs 12.9 or newer, of CUDA 12 at most as the driver is"),
+        (12, {"ptxas": "12.8", "ptxas_blackwell": "13.1"}, "ptxas 12.8, and Hopper needs 12.9 or newer but 13.0, of CUDA"),
+        (None, {"ptxas": "12.8"}, "ptxas 12.8, and Hopper needs 12.9 or newer but 13.0: others miscompile"),
+        (None, {"ptxas": "12.8", "ptxas_blackwell": "13.0"}, "ptxas 13.0, and Hopper needs 12.9 or newer but 13.0: others"),
+        (None, {}, "no ptxas, and Hopper needs 12.9 or newer but 13.0: others miscompile"),
+        (12, {"ptxas": "13.1"}, "ptxas 13.1, and Hopper needs 12.9 or newer but 13.0, of CUDA 12 at most, as the driver"),
     ],
 )
 def test_where_none_is_right_hopper_is_refused(

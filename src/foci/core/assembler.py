@@ -25,7 +25,8 @@ from typing import Any
 from foci.core.device import constant
 
 HOPPER = 90
-RIGHT = (12, 9)  # the oldest ptxas that assembles Hopper's products as their PTX says
+RIGHT = (12, 9)  # the oldest ptxas that assembles foci's kernels as their PTX says, by all laws on an H200
+WRONG = (13, 0)  # a newer one that does not: stores to wrong addresses of shared memory (fla#1262)
 NAMED = "TRITON_PTXAS_PATH"  # environment variable by which a user chooses a ptxas; it takes precedence
 
 
@@ -100,7 +101,7 @@ def ptxas_for(arch: int) -> Any:
     if arch != HOPPER or NAMED in os.environ:
         return None
     tools = [tool for name in ("ptxas", "ptxas_blackwell") if (tool := _tool(name)) is not None and _loads(tool)]
-    return max(tools, key=_version, default=None)
+    return max(tools, key=lambda tool: (_right(tool), _version(tool)), default=None)
 
 
 @constant
@@ -112,14 +113,14 @@ def refusal() -> str | None:
 @functools.cache
 def _refusal(named: str | None) -> str | None:
     tool, driver = ptxas_for(HOPPER) or _tool("ptxas"), _driver()
-    if tool is not None and _version(tool) >= RIGHT and _loads(tool):
+    if tool is not None and _right(tool) and _loads(tool):
         return None
-    what, right = "no ptxas" if tool is None else f"ptxas {tool.version}", ".".join(map(str, RIGHT)) + " or newer"
+    what, right = "no ptxas" if tool is None else f"ptxas {tool.version}", "12.9 or newer but 13.0"
     there = f"Triton brings {what}" if named is None else f"{NAMED} names {what}"
     if driver is not None:
-        right += f", of CUDA {driver} at most as the driver is"
+        right += f", of CUDA {driver} at most, as the driver is"
     return (
-        f"{there}, and Hopper needs {right}: older ones miscompile its products (triton#11366); name one by {NAMED}, "
+        f"{there}, and Hopper needs {right}: others miscompile its kernels (triton#11366, fla#1262); name one by {NAMED}, "
         "as that of the package nvidia-cuda-nvcc-cu12"
     )
 
@@ -141,6 +142,10 @@ def _tool(name: str) -> Any:
         return getattr(nvidia, name, None)
     except RuntimeError:  # Triton's words: Cannot find ptxas-blackwell
         return None
+
+
+def _right(tool: Any) -> bool:
+    return _version(tool) >= RIGHT and _version(tool)[:2] != WRONG
 
 
 def _loads(tool: Any) -> bool:

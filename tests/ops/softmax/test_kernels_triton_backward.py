@@ -117,6 +117,20 @@ def test_a_number_as_bias_gets_what_lse_gets(dtype: torch.dtype) -> None:
     agree(inputs, (pulls(inputs)[0], None))
 
 
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_what_rounds_lse_leaves_no_gradient_of_a_large_bias(sink: bool, wanted: bool) -> None:
+    """lse of thousands is rounded by 1e-4, and so is the sum of what is recomputed from it: pull is made for a sum of 1."""
+    inputs = drawn(T=24, S=24) | {"bias": 3e3 * torch.randn(24, 24)}
+    if sink:
+        inputs["sink"] = torch.tensor([-4e3, 4e3])
+    needs = [True, True, True, True, sink and wanted]
+    dout, _ = pulls(inputs)
+    found, true = gradients(inputs, (dout, None), needs), truth(inputs, (dout.double(), None))
+    assert true["dbias"].abs().max() < 1e-9
+    assert all((found[name] - true[name]).abs().max() < 1e-5 for name in ("dq", "dk", "dbias"))
+
+
 PACKED = {
     "documents": Packed(torch.tensor([0, 4, 4, 9, 30]), torch.tensor([0, 3, 8, 8, 33])),
     "causal": Packed(torch.tensor([0, 0, 17, 31], dtype=torch.int32)) & Causal(),
@@ -133,13 +147,14 @@ def test_packed(name: str) -> None:
     agree(drawn(B=1, T=33, S=33, H=4) | {"mask": PACKED[name], "sink": torch.randn(4)})
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("name", [*PACKED, "padding", "padded queries, alone"])
-def test_nan_in_what_is_excluded_does_not_matter(name: str) -> None:
+def test_nan_in_what_is_excluded_does_not_matter(name: str, softcap: float | None) -> None:
     """The excluded get a gradient of 0, and the others the bits they had."""
     queries = torch.tensor([9, 33]) if name == "padded queries, alone" else None
     mask = PACKED[name] if name in PACKED else Lengths(torch.tensor([20, 3]), queries)
     B = 1 if name in PACKED else 2
-    inputs = drawn(B=B, T=33, S=33) | {"mask": mask, "bias": torch.randn(33)}
+    inputs = drawn(B=B, T=33, S=33) | {"mask": mask, "bias": torch.randn(33), "softcap": softcap}
     spoiled = poison(case("plain"), inputs)
     assert spoiled is not None
     for found, clean in zip(gradients(spoiled).values(), gradients(inputs).values(), strict=True):

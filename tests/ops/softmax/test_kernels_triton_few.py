@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from foci.check.memory import poisoned, strided
 from foci.core.tune import TARGETS, interpreting, record_launches
 from foci.ops.masks import Band
 from foci.ops.softmax import gpu
-from foci.ops.softmax.kernels_triton_few import ROWS
+from foci.ops.softmax.kernels_triton_few import ROWS, suits
 from foci.ops.softmax.spec import SPEC
 from tests.ops.softmax.problems import pulls
 from tests.ops.softmax.test_kernels_triton_backward import agree, drawn, gradients
@@ -102,3 +103,17 @@ def test_nan_in_keys_that_are_not_real_does_not_matter() -> None:
         spoiled["k"][b, length:] = spoiled["v"][b, length:] = torch.nan
     for found, clean in zip(gradients(spoiled).values(), gradients(inputs).values(), strict=True):
         assert torch.equal(found, clean)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("T", [2, 4])
+def test_nor_in_queries_that_are_not_real(T: int, softcap: float | None) -> None:
+    """Theirs are gradients of 0, and the keys' are as if there were no such queries."""
+    mask = Lengths(torch.tensor([130, 7]), torch.tensor([1, 0]))
+    inputs = drawn(T=T, S=64 * T + 3, H=4, G=1) | {"mask": mask, "softcap": softcap}
+    assert suits(SPEC.bind(**inputs), pulls(inputs), [True, True, True, False, False])
+    spoiled = inputs | {"q": inputs["q"].clone()}
+    spoiled["q"][0, 1:] = math.nan
+    spoiled["q"][1] = math.inf
+    found, clean = gradients(spoiled), gradients(inputs)
+    assert all(torch.equal(found[name], clean[name]) for name in clean) and not found["dq"][1].any()

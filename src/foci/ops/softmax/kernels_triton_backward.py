@@ -87,7 +87,7 @@ def queries_kernel(  # type: ignore[no-untyped-def]
     """A block of queries of one head: their lse and pull [B, H, T] for the kernels after it, dq, a part of dsink.
 
     pull is what is `given`, or comes from out. EXACT: it is made up to sum_s p dp by sum dz and sum p of the same pass,
-    where out is half and its rounding would show.
+    where out is half and its rounding would show; by 1 in place of a sum that lse, rounded, has left of it.
     """
     mask = (
         q_offsets_ptr, kv_offsets_ptr, documents, kv_lengths_ptr, q_lengths_ptr, low_ptr, step_low, high_ptr, step_high,
@@ -100,6 +100,7 @@ def queries_kernel(  # type: ignore[no-untyped-def]
     t = t0 + tl.arange(0, BLOCK_T)
     low, high = keys_of(mask, b, tl.minimum(t, T - 1), T, S)
     start, inner, outer, stop = stretches(low, high, BLOCK_S)
+    alive = (t < T) & (low < high)  # queries that are not real may hold anything
     low, high = low[:, None], high[:, None]
 
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
@@ -122,10 +123,14 @@ def queries_kernel(  # type: ignore[no-untyped-def]
         dlse_ptr += b * dlse_strides[0] + h * dlse_strides[2]
         of_lse = tl.load(dlse_ptr + t.to(tl.int64) * dlse_strides[1], mask=t < T, other=0.0)
     pull = tl.where(empty, 0.0, pull - of_lse)
+    of_sink = tl.zeros_like(lse)
+    if sink_ptr is not None:
+        above = tl.load(sink_ptr + h * sink_stride).to(tl.float32) * unit(PRECISE) - steady
+        of_sink = tl.exp2(above * (LOG2E / unit(PRECISE)))
 
     if EXACT or dq_ptr is not None:
         q_ptr += b * q_strides[0] + h * q_strides[2]
-        q = load_rows(q_ptr, t0, t < T, q_strides, K, NEAR, BLOCK_T, BLOCK_K)
+        q = load_rows(q_ptr, t0, alive, q_strides, K, NEAR, BLOCK_T, BLOCK_K)
         k_ptr += b * k_strides[0] + (h // R) * k_strides[2]
         v_ptr += b * v_strides[0] + (h // R) * v_strides[2]
         pairs = (bias_ptr, bias_strides, dense_ptr, dense_strides, T, S)
@@ -150,14 +155,14 @@ def queries_kernel(  # type: ignore[no-untyped-def]
         if dq_ptr is not None:
             _put(dq_ptr + b * dq_strides[0] + h * dq_strides[2], dq * scale, t0, T, dq_strides, K, ADD)
         if EXACT:
-            pull = tl.where(empty, 0.0, excess + pull * mass - of_lse)
+            whole = tl.where(empty, 1.0, mass + of_sink)
+            pull = tl.where(empty, 0.0, (excess + pull * mass) / whole - of_lse)
 
     row = bh.to(tl.int64) * rows
     tl.store(steady_ptr + row + t, steady)
     tl.store(pull_ptr + row + t, pull)
     if dsink_ptr is not None:
-        above = tl.load(sink_ptr + h * sink_stride).to(tl.float32) * unit(PRECISE) - steady
-        tl.store(dsink_ptr + (b * blocks + place) * H + h, -tl.sum(tl.exp2(above * (LOG2E / unit(PRECISE))) * pull, 0))
+        tl.store(dsink_ptr + (b * blocks + place) * H + h, -tl.sum(of_sink * pull, 0))
 
 
 @triton.jit
@@ -418,13 +423,14 @@ def strides(x: Tensor | None) -> tuple[int, ...]:
 
 def launch_queries(
     it: Problem, out: Tensor | None, lse: Tensor, dlse: Tensor | None, given: Tensor | None, dq: Tensor | None,
-    exact: bool, sink: Tensor | None,
+    exact: bool, of_sink: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Fills steady, pull and dq; gives the parts of dsink [parts, H] where there is a sink."""
+    """Fills steady, pull and dq; gives the parts of dsink [parts, H], `of_sink`."""
     call = it.call
+    sink = call.sink if exact or of_sink else None
     config = it.configure("queries", "BLOCK_T", "BLOCK_S")
     blocks = it.rows // config["BLOCK_T"]
-    parts = None if sink is None else torch.empty(it.B * blocks, it.H, dtype=torch.float32, device=lse.device)
+    parts = torch.empty(it.B * blocks, it.H, dtype=torch.float32, device=lse.device) if of_sink else None
     launch(
         queries_kernel, (blocks * it.B * it.H,),
         call.q, call.k, call.v, out, lse, it.dout, dlse, given, it.bias, it.dense, sink, call.seed, *it.hidden,
@@ -464,13 +470,13 @@ def backward(
     """
     (out, lse), (dout, dlse) = outputs, grads
     it = Problem(call, dout)
-    sink = call.sink if needs[4] else None
+    of_sink = call.sink is not None and needs[4]
     # Summed over many pairs, what the rounding of out leaves in pull would show: of a half one in dsink, too.
     of_bias = call.bias is not None and needs[3]
-    exact = of_bias or (sink is not None and call.q.dtype != torch.float32)
+    exact = of_bias or (of_sink and call.q.dtype != torch.float32)
     found = [x.new_empty(x.shape) if need else None for x, need in zip(call[:3], needs[:3], strict=True)]
     dq, dk, dv = found
-    parts = launch_queries(it, out, lse, dlse, None, dq, exact, sink)
+    parts = launch_queries(it, out, lse, dlse, None, dq, exact, of_sink)
     if dout is None and dv is not None:
         dv = dv.zero_()
     if dk is not None or (dv is not None and dout is not None):
@@ -481,6 +487,6 @@ def backward(
 def backward_part(call: Any, rows: Any, into: Any) -> Problem:
     """Adds what these keys give to sums of float32; rows and into as in ops/softmax/call.py: Rows, Gradients."""
     it = Problem(call, rows.dout.to(call.q.dtype), add=True)
-    launch_queries(it, None, rows.lse, None, rows.delta, into.dq, False, None)
+    launch_queries(it, None, rows.lse, None, rows.delta, into.dq, False, False)
     launch_keys(it, into.dk, into.dv)
     return it

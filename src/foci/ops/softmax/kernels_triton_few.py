@@ -50,10 +50,12 @@ def few_kernel(  # type: ignore[no-untyped-def]
     t0, s0, t_far = tl.program_id(1), place * BLOCK_S, t.to(tl.int64)
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
 
+    low, high = keys_of(mask, b, t, T, S)
+    seeing = real & (low < high)  # queries that are not real may hold anything
     lse = tl.load(lse_ptr + b * lse_strides[0] + t_far * lse_strides[1] + h * lse_strides[2], mask=real, other=0.0)
     empty = (lse == -float("inf")) | (i >= T * R)
     steady = tl.where(empty, float("inf"), lse * unit(PRECISE))
-    do = _rows(dout_ptr, dout_strides, b, t_far, h, real, V, BLOCK_V)
+    do = _rows(dout_ptr, dout_strides, b, t_far, h, seeing, V, BLOCK_V)
     out = _rows(out_ptr, out_strides, b, t_far, h, real, V, BLOCK_V)
     pull = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     if dlse_ptr is not None:
@@ -61,10 +63,9 @@ def few_kernel(  # type: ignore[no-untyped-def]
         pull -= tl.load(dlse_ptr + t_far * dlse_strides[1] + h * dlse_strides[2], mask=real, other=0.0)
     pull = tl.where(empty, 0.0, pull)
 
-    low, high = keys_of(mask, b, t, T, S)
     seen = between((s0 + s)[:, None], low[None, :], high[None, :])
     alive = tl.max(seen.to(tl.int32), 1) > 0  # keys that are not real may hold anything
-    q = _rows(q_ptr, q_strides, b, t_far, h, real, K, BLOCK_K)
+    q = _rows(q_ptr, q_strides, b, t_far, h, seeing, K, BLOCK_K)
     k = load_rows(k_ptr + b * k_strides[0] + g * k_strides[2], s0, alive, k_strides, K, NEAR, BLOCK_S, BLOCK_K)
     v = load_rows(v_ptr + b * v_strides[0] + g * v_strides[2], s0, alive, v_strides, V, NEAR, BLOCK_S, BLOCK_V)
     products = tl.dot(k, tl.trans(q), input_precision=PRECISION)
