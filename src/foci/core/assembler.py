@@ -120,8 +120,8 @@ def _refusal(named: str | None) -> str | None:
     if driver is not None:
         right += f", of CUDA {driver} at most, as the driver is"
     return (
-        f"{there}, and Hopper needs {right}: others miscompile its kernels (triton#11366, fla#1262); name one by {NAMED}, "
-        "as that of the package nvidia-cuda-nvcc-cu12"
+        f"{there}, and Hopper needs {right}: others miscompile its kernels (triton#11366, fla#1262); name one by "
+        f"{NAMED}, as that of the package nvidia-cuda-nvcc-cu12"
     )
 
 

@@ -120,7 +120,7 @@ def test_a_number_as_bias_gets_what_lse_gets(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("wanted", [False, True])
 def test_what_rounds_lse_leaves_no_gradient_of_a_large_bias(sink: bool, wanted: bool) -> None:
-    """lse of thousands is rounded by 1e-4, and so is the sum of what is recomputed from it: pull is made for a sum of 1."""
+    """lse of thousands is rounded by 1e-4, and so is the sum of what is recomputed from it: pull is for a sum of 1."""
     inputs = drawn(T=24, S=24) | {"bias": 3e3 * torch.randn(24, 24)}
     if sink:
         inputs["sink"] = torch.tensor([-4e3, 4e3])

@@ -1,11 +1,11 @@
 """What the delta rule's backward on Hopper has left after its walk, by warps with work of their own.
 
 The equations are those of kernels_triton_tokens.py, letters too; this does both launches of products there as one, so
-that nothing is read twice and no sum waits in memory. A program takes one chunk and key head after the other, and of
-each all heads that read the key. Four warps load: each tile when all have left its place, of which every tile has one,
-or of 64 channels two, so what is needed first of the next chunk comes while the last of this one is multiplied. Three
-times four share the work, for none has registers for all of it; of 64 channels, where one head reads a key, four times
-four, P_A and P_E apart:
+that nothing is read twice. A program takes one chunk and key head after the other, and of each all heads that read the
+key; sums over heads of 128 channels wait in memory, for no warps have registers for them beside a head's own. Four
+warps load: each tile when all have left its place, of which every tile has one, or of 64 channels two, so what is
+needed first of the next chunk comes while the last of this one is multiplied. Three times four share the work, for none
+has registers for all of it; of 64 channels, where one head reads a key, four times four, P_A and P_E apart:
 
 - pairs: P_A and P_E of a head, handed on as two bfloat16 each, and what beta and gates take of them;
 - queries: scale rise (do S^T) + P_A k = dq; what the state's decay takes, S dS; and what values tell of gates, v dv;
@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from foci.core.tune import Config, by_tma, launch, strides
+from foci.tiles.documents import document_of
 from foci.tiles.layouts import BY_KEY, BY_TOKEN, OF_TILES, plus
 from foci.tiles.loads import barrier_of, brought, place_of
 from foci.tiles.maps import in_line, reaches
@@ -49,24 +50,6 @@ HALF_ROWS: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], 
 
 
 @gluon.jit
-def _document(offsets_ptr, slot, N, T):  # type: ignore[no-untyped-def]
-    """`document` of tiles/state.py, by every warp for itself."""
-    i = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    n = gl.to_tensor(0)
-    if N > 1:  # of one, a constant, Triton 3.6 cannot compile a loop that never runs
-        left = gl.to_tensor(N)
-        while left > 1:
-            step = (left + 31) // 32
-            inside = i * step < left
-            start = gl.load(offsets_ptr + n + i * step, mask=inside, other=0)
-            start = gl.minimum(gl.maximum(start, 0), T).to(gl.int32)
-            passed = inside & (start // CHUNK + n + i * step <= slot)
-            skipped = gl.maximum(gl.sum(passed.to(gl.int32), 0) - 1, 0) * step
-            n, left = n + skipped, gl.minimum(step, left - skipped)
-    return n
-
-
-@gluon.jit
 def _place(item, offsets_ptr, sizes, WHOLE: gl.constexpr):  # type: ignore[no-untyped-def]
     """(row of the batch, first token, that of all rows, slot, key head, tokens) of a program's item.
 
@@ -79,7 +62,7 @@ def _place(item, offsets_ptr, sizes, WHOLE: gl.constexpr):  # type: ignore[no-un
         b, first = slot // count, slot % count * CHUNK
         left = CHUNK if WHOLE else gl.minimum(CHUNK, T - first)
     else:
-        b, start, stop, own = sequence(offsets_ptr, _document(offsets_ptr, slot, N, T), T, CHUNK)
+        b, start, stop, own = sequence(offsets_ptr, document_of(offsets_ptr, slot, N, T, CHUNK), T, CHUNK)
         b, first = gl.to_tensor(b), start + (slot - own) * CHUNK
         inside = (slot >= own) & (first < stop)
         first, left = gl.where(inside, first, 0), gl.where(inside, gl.minimum(CHUNK, stop - first), 0)
@@ -233,7 +216,19 @@ def _handed_on(x, tile):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _queries(these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
+def _waiting(sums_ptr, which, x):  # type: ignore[no-untyped-def]
+    """Where a program's sum over heads waits, like x, while the next head's products have the registers.
+
+    Each thread reads what it has written, mostly from L2.
+    """
+    WIDTH: gl.constexpr = x.shape[1]
+    t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, x.type.layout))[:, None]
+    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, x.type.layout))[None, :]
+    return sums_ptr + (2 * gl.program_id(0) + which) * (CHUNK * WIDTH) + (t * WIDTH + c)
+
+
+@gluon.jit
+def _queries(these, sums_ptr, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
     """What four do: dq, and what the state's decay and values tell of gates."""
     tiles, bars, handed, out_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero = these
     full, empty = bars
@@ -279,7 +274,10 @@ def _queries(these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexp
             mbarrier.arrive(barrier_of(empty, END, at, PLACES), count=1)
             mbarrier.arrive(barrier_of(empty, OUT, at, PLACES), count=1)
             gl.store(rows + 7 * apart + token, gl.sum(q.load(by_key).to(gl.float32) * read, 1))
-            d_q += read * rise[:, None]
+            if sums_ptr is None:
+                d_q += read * rise[:, None]
+            else:
+                d_q = read * rise[:, None] + gl.load(_waiting(sums_ptr, 0, read), mask=r > 0, other=0.0)
             mbarrier.wait(barrier_of(full, VALUE, at, PLACES), parity)
             mbarrier.wait(barrier_of(full, LOW, at, PLACES), parity)
             by_value = dv.load(by_row).to(gl.float32) + low.load(by_row).to(gl.float32)
@@ -290,6 +288,8 @@ def _queries(these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexp
             d_q = warpgroup_mma(A.slice(CHUNK, CHUNK, 1), k, d_q, is_async=True)
             d_q = warpgroup_mma(A.slice(0, CHUNK, 1), k, d_q, is_async=True)
             d_q = warpgroup_mma_wait(0, deps=[d_q])
+            if sums_ptr is not None:
+                gl.store(_waiting(sums_ptr, 0, d_q), d_q, mask=r < R - 1)
             mbarrier.wait(handed.index(A_USED), again)
             turn += 1
         mbarrier.arrive(barrier_of(empty, Q, place_of(i, zero, PLACES), PLACES), count=1)
@@ -317,7 +317,7 @@ def _stored(x, tile, there, ptr, t0, group, left, G, zero, WHOLE: gl.constexpr):
 
 
 @gluon.jit
-def _keys(these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
+def _keys(these, sums_ptr, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr):  # type: ignore[no-untyped-def]
     """What four do: dk."""
     tiles, bars, handed, out_there, gated_ptr, rows_ptr, d_k_ptr, zero = these
     full, empty = bars
@@ -351,7 +351,10 @@ def _keys(these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr):
             mbarrier.arrive(barrier_of(empty, END, at, PLACES), count=1)
             mbarrier.arrive(barrier_of(empty, ERROR, at, PLACES), count=1)
             gl.store(rows + 6 * apart + token, gl.sum(k.load(by_key).to(gl.float32) * written, 1))
-            d_k += written * write[:, None]
+            if sums_ptr is None:
+                d_k += written * write[:, None]
+            else:
+                d_k = written * write[:, None]
             mbarrier.wait(barrier_of(full, VALUE, at, PLACES), parity)
             mbarrier.wait(barrier_of(full, STATE, at, PLACES), parity)
             erased = warpgroup_mma(dv, S.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -360,6 +363,8 @@ def _keys(these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr):
             mbarrier.arrive(barrier_of(empty, VALUE, at, PLACES), count=1)
             gl.store(rows + 8 * apart + token, gl.sum(k.load(by_key).to(gl.float32) * erased, 1))
             d_k -= erased * rise[:, None]
+            if sums_ptr is not None:
+                d_k += gl.load(_waiting(sums_ptr, 1, d_k), mask=r > 0, other=0.0)
             mbarrier.wait(handed.index(A_THERE), again)
             d_k = warpgroup_mma(A.slice(CHUNK, CHUNK, 1).permute((1, 0)), q, d_k, is_async=True)
             d_k = warpgroup_mma(A.slice(0, CHUNK, 1).permute((1, 0)), q, d_k, is_async=True)
@@ -371,6 +376,8 @@ def _keys(these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr):
             d_k = warpgroup_mma(E.slice(CHUNK, CHUNK, 1).permute((1, 0)), k, d_k, is_async=True)
             d_k = warpgroup_mma(E.slice(0, CHUNK, 1).permute((1, 0)), k, d_k, is_async=True)
             d_k = warpgroup_mma_wait(0, deps=[d_k])
+            if sums_ptr is not None:
+                gl.store(_waiting(sums_ptr, 1, d_k), d_k, mask=r < R - 1)
             turn += 1
         mbarrier.arrive(barrier_of(empty, Q, place_of(i, zero, PLACES), PLACES), count=1)
         _stored(d_k, tiles[D_K].index(turn * zero), out_there, d_k_ptr, t0, group, left, H // R, zero, WHOLE)
@@ -381,14 +388,15 @@ def _keys(these, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.constexpr):
 @gluon.jit
 def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     q_there, k_there, v_there, beta_ptr, g_ptr, do_there, dv_there, low_there, d_there, S_there, dS_there, gated_ptr,
-    offsets_ptr, rows_ptr, totals_ptr, d_q_there, d_q_ptr, d_k_there, d_k_ptr,
+    offsets_ptr, sums_ptr, rows_ptr, totals_ptr, d_q_there, d_q_ptr, d_k_there, d_k_ptr,
     beta_strides, g_strides, scale, zero, T, N, items, H, R, tokens, apart,
     WIDTH: gl.constexpr, WHOLE: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
     """Chunks and key heads, `items` of them, one after the other. WHOLE: no chunk ends early. ALONE: R is 1.
 
-    WIDTH: K and V, 64 or 128. To d_q and d_k [B,T,G,WIDTH] go the gradients, to rows [9,slots,H,CHUNK] and totals
-    [slots,H,PARTS] what kernels_triton_tokens.py: gates_kernel reads there.
+    WIDTH: K and V, 64 or 128. In sums [programs,2,CHUNK,WIDTH], if given, sums over heads wait. Gradients go to d_q and
+    d_k [B,T,G,WIDTH], and to rows [9,slots,H,CHUNK] and totals [slots,H,PARTS] what kernels_triton_tokens.py:
+    gates_kernel reads there.
     """
     there = q_there, k_there, v_there, do_there, dv_there, low_there, d_there, S_there, dS_there
     PLACES: gl.constexpr = 2 if WIDTH == 64 else 1  # of each tile that is brought
@@ -418,13 +426,14 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     pairs = tiles, bars, handed, g_ptr, g_strides, beta_ptr, beta_strides, rows_ptr, scale, zero
     queries = tiles, bars, handed, d_q_there, gated_ptr, rows_ptr, totals_ptr, d_q_ptr, scale, zero
     keys = tiles, bars, handed, d_k_there, gated_ptr, rows_ptr, d_k_ptr, zero
-    QUERIES: gl.constexpr = 128 if WIDTH == 64 else 144 if ALONE else 160  # registers; keys have what is left
-    PAIRS: gl.constexpr = 208 if WIDTH == 64 else 176 if ALONE else 160 if WHOLE else 152
+    WAITS: gl.constexpr = WHOLE and sums_ptr is not None
+    QUERIES: gl.constexpr = 128 if WIDTH == 64 else 152 if WAITS else 144  # registers; keys have what is left
+    PAIRS: gl.constexpr = 208 if WIDTH == 64 else 168 if WAITS else 176
     if APART:
         gl.warp_specialize(
             [
-                (_keys, (keys, offsets_ptr, sizes, WHOLE, PLACES)),
-                (_queries, (queries, offsets_ptr, sizes, WHOLE, PLACES)),
+                (_keys, (keys, sums_ptr, offsets_ptr, sizes, WHOLE, PLACES)),
+                (_queries, (queries, sums_ptr, offsets_ptr, sizes, WHOLE, PLACES)),
                 (_pairs, (pairs, offsets_ptr, sizes, WHOLE, PLACES, gl.constexpr(True), gl.constexpr(False))),
                 (_pairs, (pairs, offsets_ptr, sizes, WHOLE, PLACES, gl.constexpr(False), gl.constexpr(True))),
                 (_load, (there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE, PLACES)),
@@ -435,8 +444,8 @@ def side_and_pairs_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_keys, (keys, offsets_ptr, sizes, WHOLE, PLACES)),
-                (_queries, (queries, offsets_ptr, sizes, WHOLE, PLACES)),
+                (_keys, (keys, sums_ptr, offsets_ptr, sizes, WHOLE, PLACES)),
+                (_queries, (queries, sums_ptr, offsets_ptr, sizes, WHOLE, PLACES)),
                 (_pairs, (pairs, offsets_ptr, sizes, WHOLE, PLACES, gl.constexpr(True), gl.constexpr(True))),
                 (_load, (there, tiles, bars, offsets_ptr, sizes, tokens, WHOLE, PLACES)),
             ],
@@ -474,15 +483,17 @@ def side_and_pairs(
     totals = gated.new_empty(*states.shape[:2], int(PARTS))
     rows = gated.new_empty(9, *states.shape[:2], int(CHUNK))
     items = len(states) * G
+    programs = min(items, problem.target.processors)
+    sums = gated.new_empty(programs, 2, int(CHUNK), V) if G < H and V == 128 else None
     q, k, v, do, dv_there, low, d, d_q_there, d_k_there = (
         map_of(x, x.stride(-3), x.shape[-2] * V, (int(CHUNK), V), OF_TILES)
         for x in (call.q, call.k, call.v, d_out, *dv, errors, d_q, d_k)
     )
     S, dS = (map_of(x, V, V, (V, V), OF_TILES) for x in (states, behind))
     launch(
-        side_and_pairs_kernel, (min(items, problem.target.processors),),
+        side_and_pairs_kernel, (programs,),
         q, k, v, call.beta, problem.g, do, dv_there, low, d, S, dS, gated,
-        call.offsets, rows, totals, d_q_there, d_q, d_k_there, d_k,
+        call.offsets, sums, rows, totals, d_q_there, d_q, d_k_there, d_k,
         call.beta.stride(), strides(problem.g), call.scale, 0, T, N, items, H, H // G, B * T, rows[0].numel(),
         config=Config(warps=4, stages=1), WIDTH=V, WHOLE=call.offsets is None and T % int(CHUNK) == 0, ALONE=G == H,
     )  # fmt: skip
