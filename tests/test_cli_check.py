@@ -320,7 +320,7 @@ def test_children_of_what_is_imported_leave_as_they_like(here, capsys) -> None:
     (here / "forks.py").write_text(textwrap.dedent(code))
     leave = os._exit
     code, _, error = run(capsys, "check forks:number --like softmax")
-    assert (code, os._exit) == (2, leave) and "forks:number is a int; expected a callable" in error
+    assert (code, os._exit) == (2, leave) and "forks:number is an int; expected a callable" in error
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -351,8 +351,9 @@ def test_a_layer_is_checked_as_a_class_or_an_object(here, capsys) -> None:
         ("check asks:f --like softmax", "ended the check before there was a verdict: SystemExit: 0"),
         ("check theirs:missing --like softmax", "theirs has no missing"),
         ("check theirs --like softmax", "expected package.module:name, got 'theirs'"),
-        ("check theirs:number --like softmax", "theirs:number is a int; expected a callable"),
-        ("check theirs:number --like layer", "layer is a int; expected an nn.Module"),
+        ("check theirs:number --like softmax", "theirs:number is an int; expected a callable"),
+        ("check theirs:number --like layer", "layer is an int; expected an nn.Module"),
+        ("check threading:Event --like layer", "threading:Event() is an Event; expected an nn.Module with forward("),
         ("check theirs:good --like softmax --layout tbd", "layout must be 'bthd' or 'bhtd', got 'tbd'"),
         ("check theirs:good --like scan --layout bhtd", "--layout is for softmax, linear, delta; it does not apply"),
         ("check delta --layout bhtd", "--layout is for an attention of yours; 'delta' is foci's own"),

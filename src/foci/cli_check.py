@@ -26,6 +26,7 @@ from foci.check.laws_graph import LAWS
 from foci.check.render import table
 from foci.check.run import Limits, Report, examine
 from foci.cli_options import Option, backend_of, gathered, hold_file, part_of
+from foci.core.errors import a_type
 from foci.core.spec import Aside, Candidate, Spec, run_in_process
 from foci.core.tune import interpreting
 from foci.ops import FUNCTIONS, SPECS
@@ -285,7 +286,7 @@ def _theirs(target: str, like: str, layout: str, aside: Callable[[], Aside]) -> 
 def _callable(target: str, like: str) -> Any:
     thing = _load(target)
     if like not in ("processor", "layer") and not callable(thing):
-        raise ValueError(f"{target} is a {type(thing).__name__}; expected a callable")
+        raise ValueError(f"{target} is {a_type(thing)}; expected a callable")
     return thing
 
 

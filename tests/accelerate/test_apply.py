@@ -57,7 +57,7 @@ def test_a_plan_goes_into_the_pipeline_it_was_made_on() -> None:
     assert all(subject.model.attn_processors[name] is own for name, own in processors.items())
     with pytest.raises(ValueError, match=r"apply: SimpleNamespace has no transformer or unet; it has \['vae'\]"):
         apply(SimpleNamespace(components={"vae": nn.Linear(2, 2)}), done.plan)
-    with pytest.raises(ValueError, match=r"apply: model is a int; expected an nn.Module or a Diffusers pipeline"):
+    with pytest.raises(ValueError, match=r"apply: model is an int; expected an nn.Module or a Diffusers pipeline"):
         apply(3, done.plan)
 
 

@@ -126,7 +126,7 @@ def test_options_are_checked(options: dict, sentence: str) -> None:
 def test_model_that_cannot_be_accelerated() -> None:
     with pytest.raises(Unsupported, match=r"Linear has no attention that foci can route"):
         accelerate(nn.Linear(2, 2), torch.randn(1, 2))
-    with pytest.raises(ValueError, match=r"model is a int; expected an nn.Module or a Diffusers pipeline"):
+    with pytest.raises(ValueError, match=r"model is an int; expected an nn.Module or a Diffusers pipeline"):
         accelerate(3, {})
     with pytest.raises(ValueError, match="has no transformer or unet"):
         accelerate(SimpleNamespace(components={"vae": nn.Linear(2, 2)}), {})

@@ -6,7 +6,21 @@ import pickle
 
 import pytest
 
-from foci.core.errors import Disagreement, MissingExtra, RankError, ShapeError, Unsupported, require
+from foci.core.errors import Disagreement, MissingExtra, RankError, ShapeError, Unsupported, a_type, require
+
+
+def test_a_type_has_its_article() -> None:
+    class Attention: ...
+
+    class UNet: ...
+
+    assert [a_type(each) for each in (3, "", None, Attention(), UNet())] == [
+        "an int",
+        "a str",
+        "a NoneType",
+        "an Attention",
+        "a UNet",
+    ]
 
 
 def test_unsupported_prints_its_reasons_one_a_line() -> None:

@@ -153,6 +153,9 @@ class Planted:
         inputs = {"query": query, "key": key, "value": value, "attention_mask": None}
         return SPEC.reference(module, **inputs, **options)[0], None
 
+    def mask_ignored_by_one_query(module, query, key, value, attention_mask, **options):  # type: ignore
+        return attend(module, query, key, value, None if query.shape[2] == 1 else attention_mask, **options)
+
     def one_tensor(*tensors, **options):  # type: ignore
         return attend(*tensors, **options)[0]
 
@@ -171,6 +174,7 @@ class Planted:
         ("heads_interleaved", "reads key head h % G"),
         ("scale_ignored", r"divides by sqrt\(K\) whatever `scaling` says"),
         ("mask_ignored", "the mask is ignored"),
+        ("mask_ignored_by_one_query", "the mask is ignored"),
         ("one_tensor", "it returns one Tensor; models unpack"),
         ("sinks_ignored", "`s_aux` is accepted and ignored"),
         ("softcap_ignored", "`softcap` is accepted and ignored"),

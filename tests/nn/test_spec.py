@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import foci.nn
 from foci.check.run import Report, examine
+from foci.nn.cache import Cache
 from foci.nn.spec import spec_for
 from foci.ops.decay.api import linear_attention
 
@@ -129,6 +130,37 @@ class StateDropped(Right):
         return None
 
 
+class StateBehind(Right):
+    """The state that is kept lacks the last token."""
+
+    def forward(self, hidden, mask=None, cache=None):
+        out, held = super().forward(hidden, mask, cache), {} if cache is None else cache.layer(0)
+        if cache is not None and hidden.shape[1] > 1:
+            before = Cache()
+            super().forward(hidden[:, :-1], None if mask is None else mask[:, :-1], before)
+            held["state"] = before.layer(0)["state"]
+        return out
+
+
+class StepScaled(foci.nn.Attention):
+    def forward(self, hidden, *, mask=None, cache=None):
+        out = super().forward(hidden, mask=mask, cache=cache)
+        return out * 1.1 if cache is not None and hidden.shape[1] == 1 else out
+
+
+class StepTwice(foci.nn.GatedDeltaNet):
+    def forward(self, hidden, *, mask=None, cache=None):
+        if cache is not None and hidden.shape[1] == 1:
+            super().forward(hidden, mask=mask, cache=cache)
+        return super().forward(hidden, mask=mask, cache=cache)
+
+
+class BatchLeak(Right):
+    def merge(self, out):
+        out = super().merge(out)
+        return out if len(out) == 1 else out + 0.01 * out.mean(0)
+
+
 class CacheIgnored(Right):
     def forward(self, hidden, mask=None, cache=None):
         return super().forward(hidden, mask, None)
@@ -185,6 +217,10 @@ def test_an_object_is_taken_as_well_as_its_class() -> None:
         (PaddingDecays, "padding reaches what the cache keeps"),
         (TailOfPadding, "padding reaches what the cache keeps"),
         (TailDropped, "the cache keeps the state but not the last tokens of a convolution"),
+        (StepScaled, "prefill and then steps are not the whole sequence"),
+        (StepTwice, "prefill and then steps are not the whole sequence"),
+        (StateBehind, "prefill and then steps are not the whole sequence"),
+        (BatchLeak, "a row depends on the other rows of its batch"),
         (StateDropped, "prefill and then steps are not the whole sequence"),
         (CacheIgnored, "cache is accepted and ignored"),
         (ReturnsPair, "it returns a tuple for hidden"),
@@ -195,6 +231,14 @@ def test_an_object_is_taken_as_well_as_its_class() -> None:
 def test_a_planted_fault_is_named(layer: type[nn.Module], sentence: str) -> None:
     told = faults(layer, "forward")
     assert sentence in told and "is wrong" not in told  # whatever fails is named
+
+
+def test_no_convolution_is_accused_of_a_fault_in_a_step() -> None:
+    assert not any("convolution" in faults(layer, "forward") for layer in (StepScaled, StepTwice, StateBehind))
+
+
+def test_padding_is_not_accused_where_there_is_none() -> None:
+    assert "padding" not in faults(BatchLeak, "forward")
 
 
 def test_a_parameter_without_a_gradient_is_named() -> None:
@@ -232,5 +276,14 @@ def test_the_width_that_a_class_was_given_is_known() -> None:
 def test_what_cannot_be_made_is_told() -> None:
     with pytest.raises(ValueError, match="no value is known for its argument 'nheads'"):
         spec_for(lambda hidden_size, nheads: None)
-    with pytest.raises(ValueError, match="layer is a int"):
+    with pytest.raises(ValueError, match="layer is an int"):
         spec_for(3)
+
+
+def test_what_is_no_module_is_told() -> None:
+    class Plain: ...
+
+    with pytest.raises(
+        ValueError, match=r"my:Plain\(\) is a Plain; expected an nn.Module with forward\(hidden, \.\.\.\)"
+    ):
+        spec_for(Plain).adapt(Plain, name="my:Plain")

@@ -161,6 +161,10 @@ class InScanCases(_Each):
     def test_names_are_unique(self) -> None:
         assert len({case.name for case in self.spec.cases}) == len(self.spec.cases)
 
+    def test_some_documents_without_a_state_are_longer_than_a_chunk(self) -> None:
+        packed = [case.make(torch.float32, CPU, 0) for case in self.spec.cases if "packed" in case.features]
+        assert any("state" not in inputs and inputs["offsets"].diff().max() > 64 for inputs in packed)
+
     def test_features_are_what_the_arguments_say(self, case: Case) -> None:
         inputs, other = (case.make(torch.float32, CPU, seed) for seed in (0, 1))
         assert not torch.equal(inputs["x"], other["x"])

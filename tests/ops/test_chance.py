@@ -168,6 +168,14 @@ def test_softmax_names_and_features_are_what_the_arguments_say() -> None:
             assert (mask.q_offsets.dtype == torch.int64) == (" int64" in case.name)
 
 
+def test_one_query_of_many_keys_is_drawn_often_and_often_with_little_else() -> None:
+    steps = [case for i in range(400) if size(case := drawn("softmax", f"steps {i}"), "T") == 1 < size(case, "S")]
+    assert 0.12 < len(steps) / 400 < 0.25
+    more = [case.features - {"cross", "gqa", "value width", "empty rows", "padded queries"} for case in steps]
+    assert sum(len(features) <= 1 for features in more) > len(steps) / 2
+    assert {"causal", "window", "padding"} <= set().union(*(features for features in more if len(features) == 1))
+
+
 def test_what_lies_behind_the_last_document_is_drawn() -> None:
     masks = [drawn("softmax", f"tail {i}").make(torch.float32, CPU, 0) for i in range(200)]
     flat = [(lower(made.get("mask")).q_offsets, made["q"].shape[1]) for made in masks]

@@ -35,6 +35,11 @@ def differs(mistake: Mistake, inputs: dict[str, Any], forward: Callable[[Any], O
         ("decay on the values", "decay per channel", "decay per token"),
         ("state ignored", "state", "decay per token"),
         ("state read transposed", "state", "not causal, grouped heads"),
+        ("state of the first row", "state", "decay per token"),
+        ("state of the first row", "state", "one chunk"),
+        ("state of whole blocks of 16", "plain", "one chunk"),
+        ("state of whole blocks of 64", "no whole chunks", "plain"),
+        ("state of whole blocks of 16", "not causal", "packed"),
         ("state transposed", "plain", "odd widths"),
         ("state without the last token", "plain", "packed"),
         ("documents ignored", "packed", "plain"),
@@ -49,10 +54,22 @@ def test_a_fault_shows_where_its_argument_is(name: str, shows: str, hides: str) 
 
 
 def test_faults_of_the_state_leave_the_output_right() -> None:
-    for name in ("state transposed", "state without the last token", "state not handed on"):
+    for name in (
+        "state of whole blocks of 16",
+        "state transposed",
+        "state without the last token",
+        "state not handed on",
+    ):
         out, state = BY_NAME[name].compute(INPUTS["decay per token"])
         right = linear.forward(INPUTS["decay per token"])
         assert torch.allclose(out, right[0]) and not torch.allclose(state, right[1])
+
+
+def test_a_state_of_whole_blocks_is_that_of_the_tokens_before_the_rest() -> None:
+    inputs = INPUTS["decay per token"]
+    cut = {n: x[:, :16] if n in ("q", "k", "v", "log_decay") else x for n, x in inputs.items()}
+    state = BY_NAME["state of whole blocks of 16"].compute(inputs)[1]
+    torch.testing.assert_close(state, linear.forward(cut)[1])
 
 
 def test_a_fitted_fault_is_right_at_zero() -> None:

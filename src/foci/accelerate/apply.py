@@ -11,7 +11,7 @@ from torch import nn
 
 from foci.accelerate.compile import Compiled, compile_parts
 from foci.accelerate.plan import Plan, SitePlan, identify
-from foci.core.errors import Unsupported
+from foci.core.errors import Unsupported, a_type
 from foci.integrations.undoable import Undoable
 
 
@@ -97,7 +97,7 @@ def denoiser(model: Any, who: str) -> tuple[str, nn.Module]:
         return "", model
     components = getattr(model, "components", None)
     if not isinstance(components, Mapping):
-        raise ValueError(f"{who}: model is a {type(model).__name__}; expected an nn.Module or a Diffusers pipeline")
+        raise ValueError(f"{who}: model is {a_type(model)}; expected an nn.Module or a Diffusers pipeline")
     for part in ("transformer", "unet", "prior"):
         if isinstance(components.get(part), nn.Module):
             return part, components[part]

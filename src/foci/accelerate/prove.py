@@ -24,6 +24,7 @@ from foci.accelerate.calls import (
 )
 from foci.accelerate.sites import Site
 from foci.check.compare import HALF, RELATIVE, VANISHED, Error, compare, difference, extent, rms
+from foci.core.errors import a_type
 from foci.nn import Cache
 
 # Elements beyond which the reference runs for one head only, as it holds the whole T x S matrix, or all states.
@@ -94,7 +95,7 @@ def _fresh(name: str, value: Any) -> Any:
         return copy.deepcopy(value)
     except RuntimeError as error:
         raise ValueError(
-            f"accelerate: {name} of example_inputs is a {type(value).__name__} that cannot be copied for each call; "
+            f"accelerate: {name} of example_inputs is {a_type(value)} that cannot be copied for each call; "
             "expected a cache without a graph: fill it under torch.no_grad()"
         ) from error
 

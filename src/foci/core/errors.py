@@ -81,6 +81,12 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
+def a_type(value: object) -> str:
+    """Its type for a message: "an int", "a Tensor"."""
+    name = type(value).__name__
+    return f"a{'n' * (name[0] in 'aeioAEIO')} {name}"  # a UNet2DModel, not an
+
+
 def require(package: str, extra: str) -> ModuleType:
     """Import and return `package` (a dotted name will do), or raise MissingExtra naming `pip install 'foci[extra]'`.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foci.core.errors import require
+from foci.core.errors import a_type, require
 from foci.integrations.processors import ProcessorError, call_sites, check, only_forward
 from foci.integrations.reroute import CannotReroute, Rerouter, derive
 from foci.integrations.sdpa import sdpa, sdpa_bthd
@@ -285,7 +285,7 @@ def _components(model: Any) -> Iterator[tuple[str, nn.Module]]:
         return
     components = getattr(model, "components", None)
     if not isinstance(components, Mapping):
-        raise TypeError(f"install: model is a {type(model).__name__}; expected an nn.Module or a Diffusers pipeline")
+        raise TypeError(f"install: model is {a_type(model)}; expected an nn.Module or a Diffusers pipeline")
     for name, component in components.items():
         if isinstance(component, nn.Module):
             yield name, component

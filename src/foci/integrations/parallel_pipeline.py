@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from foci.core.errors import Unsupported
+from foci.core.errors import Unsupported, a_type
 from foci.integrations import parallel_cfg, parallel_rows, parallel_vae, pipefusion, split
 from foci.integrations.mesh import DIMS, degrees_of
 from foci.integrations.pipefusion_stage import FAMILIES
@@ -131,7 +131,7 @@ def _denoisers(pipeline: Any) -> Iterator[tuple[str, nn.Module]]:
     found = [(name, module) for name in _DENOISERS if (module := _component(pipeline, name)) is not None]
     if not found:
         raise ValueError(
-            f"install: pipeline is a {type(pipeline).__name__} without {', '.join(_DENOISERS)}; expected a Diffusers "
+            f"install: pipeline is {a_type(pipeline)} without {', '.join(_DENOISERS)}; expected a Diffusers "
             "pipeline or an nn.Module"
         )
     yield from found

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foci.core.errors import Unsupported
+from foci.core.errors import Unsupported, a_type
 from foci.integrations.overrides import Overrides, require_evaluating, require_sampling
 from foci.integrations.undoable import Undoable
 from foci.parallel.exchange import Session, all_gather, shift
@@ -63,7 +63,7 @@ def install(vae: nn.Module, group: Any) -> DecodeHandle:
     group = Group.of(group)
     decoder = getattr(vae, "decoder", None)
     if not isinstance(decoder, nn.Module):
-        raise ValueError(f"install: vae is a {type(vae).__name__}; expected an autoencoder with a decoder")
+        raise ValueError(f"install: vae is {a_type(vae)}; expected an autoencoder with a decoder")
     if reasons := _unknown(decoder):
         raise Unsupported(f"install: the decoder of {type(vae).__name__} cannot be split by rows", reasons)
     require_evaluating("parallel_vae.install", decoder)
@@ -247,7 +247,7 @@ def _reason(module: Any) -> str:
     """Why a layer cannot run on a part of the rows; "" if it can."""
     kind = _kind(module)
     if kind not in _LOCAL and kind not in _REACHING:
-        return f"it is a {type(module).__name__}, of which it is not known what rows it reads"
+        return f"it is {a_type(module)}, of which it is not known what rows it reads"
     if kind in ("Conv2d", "WanCausalConv3d"):
         return _conv_reason(module)
     if kind == "Attention":

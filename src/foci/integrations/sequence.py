@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foci.core.errors import Unsupported
+from foci.core.errors import Unsupported, a_type
 from foci.integrations.undoable import Undoable
 from foci.nn.attention import Attention
 from foci.nn.cache import LayerCache
@@ -100,9 +100,7 @@ def split_sequence(model: nn.Module, group: Any) -> SplitSequence:
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Recurrent | Attention)]
     if not layers:
         raise ValueError("split_sequence: model has no layer of foci.nn; expected one with something to split")
-    others = [
-        f"{name or 'the model'} is a {type(m).__name__}" for name, m in model.named_modules() if isinstance(m, _MIXERS)
-    ]
+    others = [f"{name or 'the model'} is {a_type(m)}" for name, m in model.named_modules() if isinstance(m, _MIXERS)]
     if others:
         raise Unsupported("split_sequence: these modules mix tokens, and would see one rank's only", others)
     split, over = SplitSequence(model, group), _Over(group)

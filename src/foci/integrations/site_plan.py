@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from foci.core.errors import a_type
 from foci.core.spec import Spec
 
 
 def require_module(model: Any) -> None:
     """Raise TypeError for what is no nn.Module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"install: model is a {type(model).__name__}; expected an nn.Module")
+        raise TypeError(f"install: model is {a_type(model)}; expected an nn.Module")
 
 
 def check_plan(plan: object, sites: Mapping[str, Spec]) -> None:

@@ -170,6 +170,12 @@ CASES = (
     ),
     _case("one cached token", "causal", "cache", sizes=(4, 8, 2, 1, 23, 16, 16)),
     _case(
+        "one cached token, padded",
+        *("causal", "mask", "cache"),
+        sizes=(2, 8, 2, 1, 23, 16, 16),
+        extra=lambda normal: {"attention_mask": _seen(1, 23, left=7)},
+    ),
+    _case(
         "several cached tokens",
         *("causal", "mask", "cache"),
         sizes=(2, 8, 2, 5, 23, 16, 16),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foci.core.errors import ShapeError, Unsupported
+from foci.core.errors import ShapeError, Unsupported, a_type
 from foci.nn.cache import Cache, LayerCache
 from foci.nn.parts import History, history
 from foci.ops.arguments import INTEGERS, check_near
@@ -43,7 +43,7 @@ class Operators:
     ) -> None:
         """Checks shared by all layers: TypeError, ShapeError, ValueError; Unsupported for padding over ranks."""
         if not isinstance(hidden, Tensor):
-            raise TypeError(f"{name}: hidden is a {type(hidden).__name__}; expected a tensor [B, T, {size}]")
+            raise TypeError(f"{name}: hidden is {a_type(hidden)}; expected a tensor [B, T, {size}]")
         if hidden.dim() != 3 or hidden.shape[2] != size:
             raise ShapeError(f"{name}: hidden has shape {list(hidden.shape)}; expected [B, T, {size}]")
         if mask is not None and not self.whole:
@@ -53,9 +53,7 @@ class Operators:
                 "pack the rows end to end (offsets), or pad on the right and leave the mask out",
             )
         if mask is not None and not isinstance(mask, Tensor):
-            raise TypeError(
-                f"{name}: mask is a {type(mask).__name__}; expected a tensor of torch.bool {list(hidden.shape[:2])}"
-            )
+            raise TypeError(f"{name}: mask is {a_type(mask)}; expected a tensor of torch.bool {list(hidden.shape[:2])}")
         if mask is not None and (mask.shape != hidden.shape[:2] or mask.dtype != torch.bool):
             raise ShapeError(
                 f"{name}: mask is {mask.dtype} {list(mask.shape)}; expected torch.bool {list(hidden.shape[:2])}"

@@ -20,6 +20,7 @@ Forward = Callable[[Inputs], Outputs]
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
 When = Callable[[Inputs], bool]
 
+BLOCKS = (16, 64)  # tokens that programs take at once
 FUTURE = "it sees the future: training would look perfect and generation would fail"
 
 
@@ -115,11 +116,41 @@ def ended(name: str, sentence: str, change: Callable[[Inputs, Tensor], Tensor | 
     return Mistake(name, sentence, compute)
 
 
-def handed_on(forward: Forward) -> Mistake:
-    return ended(
-        "state not handed on", "the final state is the initial one: nothing would be handed on",
-        lambda i, state: torch.zeros_like(state) if i.get("state") is None else i["state"], forward,
+def of_states(forward: Forward) -> tuple[Mistake, ...]:
+    """Mistakes with the states of any recurrence."""
+    return (
+        another(
+            "state ignored", "the initial state is ignored: every call would begin anew, decoding forget its prompt",
+            replaced("state", lambda state: None), forward,
+        ),
+        another(
+            "state of the first row", "all rows begin with the initial state of the first: they would share its prompt",
+            lambda i: i | {"state": i["state"][:1].expand_as(i["state"])} if i.get("state") is not None else None,
+            forward,
+        ),
+        ended(
+            "state not handed on", "the final state is the initial one: nothing would be handed on",
+            lambda i, state: torch.zeros_like(state) if i.get("state") is None else i["state"], forward,
+        ),
+        *(
+            ended(
+                f"state of whole blocks of {block}",
+                f"the final state lacks the tokens behind the last whole block of {block}: decoding would forget them",
+                partial(_before_the_rest, forward, block), forward,
+            )
+            for block in BLOCKS
+        ),
     )  # fmt: skip
+
+
+def _before_the_rest(forward: Forward, block: int, inputs: Inputs, state: Tensor) -> Tensor | None:
+    """The state after the last whole block, if there is one and tokens behind it."""
+    names = sequences(inputs)
+    tokens = inputs[names[0]].shape[1]
+    whole = tokens // block * block
+    if inputs.get("offsets") is not None or whole in (0, tokens):
+        return None
+    return forward(dict(inputs) | {name: inputs[name][:, :whole] for name in names})[1]
 
 
 def without_documents(forward: Forward) -> Mistake:
@@ -193,10 +224,6 @@ def _of_state(forward: Forward, step: Step) -> tuple[Mistake, ...]:
 
     return (
         another(
-            "state ignored", "the initial state is ignored: every call would begin anew, decoding forget its prompt",
-            replaced("state", lambda state: None), forward,
-        ),
-        another(
             "state read transposed", "the initial state is read as [V, K] where it is [K, V]",
             lambda i: i | {"state": i["state"].mT} if i.get("state") is not None and _square(i) else None, forward,
         ),
@@ -208,7 +235,7 @@ def _of_state(forward: Forward, step: Step) -> tuple[Mistake, ...]:
             "state without the last token", "the final state lacks the last token: decoding would go on without it",
             without_the_last, forward,
         ),
-        handed_on(forward),
+        *of_states(forward),
     )  # fmt: skip
 
 

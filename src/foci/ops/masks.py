@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foci.core.errors import ShapeError
+from foci.core.errors import ShapeError, a_type
 from foci.ops.arguments import INTEGERS
 from foci.ops.deferred_checks import check_ends, unreadable
 
@@ -27,7 +27,7 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
-            raise TypeError(f"mask: cannot combine a {type(self).__name__} with {other!r}; expected another mask")
+            raise TypeError(f"mask: cannot combine {a_type(self)} with {other!r}; expected another mask")
         return _merge(_parts(self), _parts(other))
 
     def __bool__(self) -> bool:

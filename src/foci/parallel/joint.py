@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from foci.core.errors import ShapeError, Unsupported
+from foci.core.errors import ShapeError, Unsupported, a_type
 from foci.ops.masks import All, Dense, Lengths, Mask
 from foci.parallel.balance import Order, rejoined, shard
 from foci.parallel.exchange import checked, declining, gather_counts
@@ -182,7 +182,7 @@ def _allowed(mask: Mask, S: int) -> Tensor:
             each = each.expand(*each.shape[:-1], S)
         else:
             raise Unsupported(
-                f"joint: mask has a {type(part).__name__} that may hide a key from one query and not from another",
+                f"joint: mask has {a_type(part)} that may hide a key from one query and not from another",
                 ["queries and keys of a rank are no run of the joint sequence"],
                 "Lengths without q_lengths and Dense with one row hide keys from all queries",
             )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from foci.core.errors import ShapeError, Unsupported
+from foci.core.errors import ShapeError, Unsupported, a_type
 from foci.core.spec import Output, Outputs, Spec
 from foci.ops import arguments
 from foci.parallel.nested_graph import GraphInputs
@@ -55,7 +55,7 @@ class Opaque(Operator):
         out = self.function(call.q, call.k, call.v, **call.options)
         (expected,) = self.declared(call)
         if not isinstance(out, Tensor) or tuple(out.shape) != expected.shape or out.dtype != expected.dtype:
-            got = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            got = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else a_type(out)
             raise TypeError(f"{self.name}: it returned {got}; expected {expected.dtype} {list(expected.shape)}")
         _refuse_hidden(self.name, out)
         return (out,)

@@ -14,5 +14,5 @@ class TestMistakes(InWalkedMistakes):
         assert self.wrong_in_a_plain_case() == {
             "causal ignored", "k normalised",
             "q normalised", "read before the write", "scale off", "scaled twice", "state not handed on",
-            "state transposed", "state without the last token", "unscaled",
+            "state of whole blocks of 16", "state transposed", "state without the last token", "unscaled",
         }  # fmt: skip

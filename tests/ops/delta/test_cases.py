@@ -31,6 +31,11 @@ def test_features_are_what_the_arguments_say(problem: Delta) -> None:
     assert bool((beta == problem.beta).all()) == problem.full
 
 
+def test_some_documents_without_a_state_are_longer_than_a_chunk() -> None:
+    packed = [case.make(torch.float32, CPU, 0) for case in CASES if "packed" in case.features]
+    assert any("state" not in inputs and inputs["offsets"].diff().max() > 64 for inputs in packed)
+
+
 def test_every_argument_is_exercised() -> None:
     features = set().union(*(case.features for case in CASES))
     assert features == {

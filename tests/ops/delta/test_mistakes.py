@@ -12,8 +12,8 @@ class TestMistakes(InWalkedMistakes):
 
     def test_few_apply_to_a_plain_case(self) -> None:
         assert self.wrong_in_a_plain_case() == {
-            "beta ignored", "beta not on the erased", "beta not on the value", "beta through a sigmoid",
-            "nothing erased",
+            "beta ignored", "beta not on the erased", "beta not on the value", "beta squared",
+            "beta through a sigmoid", "nothing erased",
             "q normalised", "read before the write", "scale off", "scaled twice", "state not handed on",
-            "state transposed", "state without the last token", "unscaled",
+            "state of whole blocks of 16", "state transposed", "state without the last token", "unscaled",
         }  # fmt: skip

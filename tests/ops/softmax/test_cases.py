@@ -17,6 +17,18 @@ def test_names_are_unique() -> None:
     assert len({problem.name for problem in CASES}) == len(CASES)
 
 
+def test_one_query_of_many_keys_has_every_option_of_a_decoding_step() -> None:
+    made = [(case, case.make(torch.float32, CPU, 0)) for case in CASES]
+    shown = [case.features for case, inputs in made if inputs["q"].shape[1] == 1 < inputs["k"].shape[1]]
+    assert set().union(*shown) == {"cross", "causal", "gqa", "window", "padding", "bias", "sink"}
+    assert {"causal", "cross"} in shown  # also for a function without any option
+
+
+def test_some_documents_are_longer_than_a_block() -> None:
+    offsets = [lower(case.make(torch.float32, CPU, 0).get("mask")).q_offsets for case in CASES]
+    assert max(int(cuts.diff().max()) for cuts in offsets if cuts is not None) > 64
+
+
 @pytest.mark.parametrize("problem", CASES, ids=lambda problem: problem.name)
 def test_a_seed_is_a_problem(problem: Case) -> None:
     first, again, other = (problem.make(torch.float32, CPU, seed) for seed in (0, 0, 1))

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from foci.core.spec import Mistake
+from foci.ops.masks import Causal, lower, materialize
+from foci.ops.softmax.call import bind
 from foci.ops.softmax.cases import CASES
 from foci.ops.softmax.mistakes import MISTAKES
 from foci.ops.softmax.spec import SPEC
@@ -34,6 +36,37 @@ def test_it_is_wrong_in_some_case(mistake: Mistake) -> None:
 def test_its_sentence_says_what_and_why(mistake: Mistake) -> None:
     assert len(mistake.sentence) < 160 and "\n" not in mistake.sentence
     assert ("{" in mistake.sentence) == mistake.fits
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("dense", False), ("dense and causal", True), ("bias of all heads, hiding", None)]
+)
+def test_a_mask_that_is_added_is_a_bias_of_ones(name: str, kept: bool | None) -> None:
+    added = next(mistake for mistake in MISTAKES if mistake.name == "mask added").compute(INPUTS[name])
+    within = next(mistake for mistake in MISTAKES if mistake.name == "mask with causal added").compute(INPUTS[name])
+    if kept is None:
+        assert added is within is None
+        return
+    shown, mask = lower(INPUTS[name]["mask"]).dense, Causal() if kept else None
+    torch.testing.assert_close(added, SPEC.reference(**INPUTS[name] | {"bias": shown.double(), "mask": mask}))
+    call = bind(**INPUTS[name])
+    shown = materialize(call.visible, *call.sizes[1:3])
+    torch.testing.assert_close(within, SPEC.reference(**INPUTS[name] | {"bias": shown.double(), "mask": None}))
+
+
+@pytest.mark.parametrize("name", ["softcap and causal", "softcap, cached keys", "everything"])
+def test_a_softcap_after_the_mask_shows_what_is_hidden(name: str) -> None:
+    inputs = INPUTS[name]
+    call = bind(**inputs)
+    seen = materialize(call.visible, *call.sizes[1:3])
+    k, v = (x.repeat_interleave(call.q.shape[2] // x.shape[2], 2) for x in (call.k, call.v))
+    logits = torch.einsum("bthk,bshk->bhts", call.q, k) * call.scale
+    logits = call.softcap * torch.tanh(logits.masked_fill(~seen, -torch.inf) / call.softcap)
+    logits = logits if call.bias is None else logits + call.bias
+    weights = logits.exp()
+    whole = weights.sum(-1, keepdim=True) + (0 if call.sink is None else call.sink.exp()[:, None, None])
+    out = next(mistake for mistake in MISTAKES if mistake.name == "softcap after the mask").compute(inputs)[0]
+    torch.testing.assert_close(out, torch.einsum("bhts,bshv->bthv", weights / whole, v))
 
 
 def test_names_are_unique() -> None:

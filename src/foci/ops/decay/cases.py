@@ -56,6 +56,7 @@ PROBLEMS = (
     Linear("packed", B=1, offsets=(0, 0, 1, 8, 8, 19), decay="token"),
     # as many documents and tokens: what is kept by their number is another call's
     Linear("packed, other offsets", B=1, offsets=(0, 0, 3, 5, 8, 19), decay="token"),
+    Linear("packed, long documents", B=1, T=150, H=2, K=8, offsets=(0, 70, 71, 150), decay="token"),
     Linear("packed, whole chunks", B=1, T=83, H=2, K=8, offsets=(0, 16, 80, 83), decay="token", state=True),
     Linear("packed, per head", B=1, offsets=(0, 6, 7, 19), decay="head"),
     Linear("packed, per channel", B=1, T=83, H=2, K=8, offsets=(0, 1, 1, 70, 83), decay="channel", state=True),

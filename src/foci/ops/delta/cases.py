@@ -96,6 +96,7 @@ PROBLEMS = (
     Delta("packed", B=1, offsets=(0, 0, 1, 8, 8, 19), decay="token"),
     # as many documents and tokens: what is kept by their number is another call's
     Delta("packed, other offsets", B=1, H=6, G=2, offsets=(0, 0, 3, 5, 8, 19), decay="token"),
+    Delta("packed, long documents", B=1, T=150, H=2, K=8, offsets=(0, 70, 71, 150), decay="token"),
     Delta("packed, whole chunks", B=1, T=83, H=2, K=8, offsets=(0, 16, 80, 83), state=True),
     Delta("packed, per head", B=1, offsets=(0, 6, 7, 19), decay="head"),
     Delta("packed, per channel", B=1, T=83, H=2, K=8, offsets=(0, 1, 1, 70, 83), decay="channel", state=True),

@@ -78,6 +78,10 @@ MISTAKES: tuple[Mistake, ...] = (
         replaced("beta", torch.ones_like), forward,
     ),
     another(
+        "beta squared", "beta is applied twice: hardly anything of a token with a small one would be written",
+        replaced("beta", torch.square), forward,
+    ),
+    another(
         "beta through a sigmoid", "beta goes through a sigmoid that the caller has already applied",
         replaced("beta", torch.sigmoid), forward,
     ),

@@ -55,6 +55,7 @@ CASES = (
     case("state", state=True),
     case("fused projection", fused=True),
     case("packed", B=1, offsets=(0, 0, 1, 8, 8, 19)),
+    case("packed, long documents", B=1, T=150, offsets=(0, 70, 71, 150)),
     case("packed, states", B=1, T=83, offsets=(0, 1, 1, 70, 83), state=True),
     case("extreme gates", T=70, state=True, gates=Draw.extremes),
     case("extreme gates, packed", B=1, T=40, offsets=(0, 20, 20, 40), state=True, gates=Draw.extremes),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foci.core.spec import Inputs, Mistake, Outputs
-from foci.ops.faults import another, handed_on, replaced, without_documents
+from foci.ops.faults import another, of_states, replaced, without_documents
 from foci.ops.scan import reference
 from foci.ops.scan.call import bind
 
@@ -40,10 +40,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "x weighed", "x is weighed by 1 - exp(log_decay): what HGRN weighs before the call is weighed twice",
         lambda i: i | {"x": i["x"] * -torch.expm1(i["log_decay"].to(i["x"].dtype))}, forward,
     ),
-    another(
-        "state ignored", "the initial state is ignored: every call would begin anew, decoding forget its prompt",
-        replaced("state", lambda state: None), forward,
-    ),
-    handed_on(forward),
+    *of_states(forward),
     without_documents(forward),
 )  # fmt: skip

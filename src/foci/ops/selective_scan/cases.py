@@ -65,6 +65,7 @@ CASES = (
     case("fused projection", fused=True),
     case("packed", B=1, offsets=(0, 0, 1, 8, 8, 19)),
     case("packed, other offsets", B=1, offsets=(0, 0, 3, 5, 8, 19), skip=True),
+    case("packed, long documents", B=1, T=150, offsets=(0, 70, 71, 150)),
     case("packed, states", B=1, T=83, offsets=(0, 1, 1, 70, 83), state=True, skip=True),
     case("extreme rates", "extreme", T=40, state=True),
     case("extreme rates, packed", "extreme", B=1, T=40, offsets=(0, 20, 20, 40), state=True, skip=True),

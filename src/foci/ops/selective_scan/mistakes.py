@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from foci.core.spec import Inputs, Mistake, Outputs
-from foci.ops.faults import another, handed_on, replaced, without_documents
+from foci.ops.faults import another, of_states, replaced, without_documents
 from foci.ops.selective_scan import reference
 from foci.ops.selective_scan.call import bind
 
@@ -39,10 +39,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "skip of 1", "x is added as it is where skip weighs each channel",
         replaced("skip", torch.ones_like), forward,
     ),
-    another(
-        "state ignored", "the initial state is ignored: every call would begin anew, decoding forget its prompt",
-        replaced("state", lambda state: None), forward,
-    ),
-    handed_on(forward),
+    *of_states(forward),
     without_documents(forward),
 )  # fmt: skip

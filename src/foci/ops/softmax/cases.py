@@ -108,9 +108,27 @@ CASES = (
         "cache", "padding", "causal", "cross", T=3, S=23,
         extra=lambda d: {"mask": Lengths(d.integers(23, 12)) & Causal()},
     ),
+    case("decoding", "causal", "cross", T=1, S=23, extra=lambda d: {"mask": Causal()}),
+    case("decoding, grouped heads", "causal", "cross", "gqa", T=1, S=23, H=6, G=2, extra=lambda d: {"mask": Causal()}),
+    case(
+        "decoding, window", "causal", "window", "cross", T=1, S=23,
+        extra=lambda d: {"mask": Causal() & Window(5, None)},
+    ),
+    case("decoding, padding", "padding", "cross", T=1, S=23, extra=lambda d: {"mask": Lengths(d.integers(23, 12))}),
+    case(
+        "decoding, bias and sink", "bias", "sink", "cross", T=1, S=23,
+        extra=lambda d: {"bias": d.normal(1, 4, 1, 23), "sink": d.normal(4)},
+    ),
     case("packed", "packed", B=1, extra=lambda d: {"mask": Packed(d.integers(0, 1, 8, 8, 19))}),
-    case("packed causal", "packed", "causal", B=1, extra=lambda d: {"mask": Packed(d.integers(0, 6, 7, 19)) &
-    Causal()}), case(
+    case(
+        "packed, long documents", "packed", B=1, T=150, H=2,
+        extra=lambda d: {"mask": Packed(d.integers(0, 70, 71, 150))},
+    ),
+    case(
+        "packed causal", "packed", "causal", B=1,
+        extra=lambda d: {"mask": Packed(d.integers(0, 6, 7, 19)) & Causal()},
+    ),
+    case(
         "packed cross", "packed", "causal", "cross", "empty rows", B=1, T=19, S=23,
         extra=lambda d: {"mask": Packed(d.integers(0, 6, 11, 17), d.integers(0, 4, 4, 23)) & Causal()},
     ),
@@ -187,16 +205,20 @@ PAIR = 16  # numbers the reference holds per (query, key) pair of a head; 4 per 
 
 
 def drawn(name: str, room: int) -> Case:
-    """A random problem (Spec.drawn)."""
+    """A random problem (Spec.drawn). In some, one query sees many keys; half of these have little else."""
     chance = Chance(name, room)
-    T = chance.tokens(math.isqrt(room // PAIR))
-    S = T if chance.yes() else chance.tokens(room // (PAIR * T))
+    apart = Chance(f"{name}, decoding", room)  # of its own: all other problems stay what they were
+    decoding, bare = apart.yes(0.15), apart.yes()
+    T = 1 if decoding else chance.tokens(math.isqrt(room // PAIR))
+    S = T if not decoding and chance.yes() else chance.tokens(room // (PAIR * T))
     K, V = chance.widths(room // (PAIR * (T + S)))
     each = PAIR * T * S + 4 * (T + S) * (K + V)
     G, H = chance.heads(min(32, room // each))
     B = chance.rows(room // (each * H))
     sizes: dict[str, Any] = {"B": B, "T": T, "S": S, "H": H, "G": G, "K": K, "V": V}
     hides, options = _drawn_masks(chance, B, T, S, H), _drawn_options(chance, B, T, S, H)
+    if decoding and bare:  # what shows alone
+        hides, options = dict([*hides.items()][:1]), {}
     mask = partial(_mask, hides, chance.between(0, 2**31))
     said = {
         "gqa": G < H, "cross": T != S, "value width": V != K, "padded queries": len(hides.get("padding", ())) > 1,

@@ -94,6 +94,33 @@ def _unmasked(call: Call) -> Call | None:
     return None if call.visible == visible else call._replace(**visible._asdict())
 
 
+def _mask_added(beside: bool) -> Callable[[Call], Call | None]:
+    """A mask as 1 where it shows a key and 0 where it hides one: with causal in it, or that `beside` it and right."""
+
+    def change(call: Call) -> Call | None:
+        mask = (_without_causal(call) if beside else call).visible
+        if mask == NOTHING_HIDDEN:
+            return None
+        end, start = call.causal_end and beside, call.causal_start and beside
+        kept = NOTHING_HIDDEN._replace(causal_end=end, causal_start=start)
+        shown = materialize(mask, *call.sizes[1:3]).to(call.q.dtype)
+        return call._replace(**kept._asdict(), bias=shown if call.bias is None else call.bias + shown)
+
+    return change
+
+
+def _capped_last(call: Call) -> Call | None:
+    """Logits are capped after -inf was written where a key is hidden: -softcap comes of it."""
+    _, T, S, H, G, _, _ = call.sizes
+    seen = materialize(call.visible, T, S)
+    if call.softcap is None or bool(seen.all()):
+        return None
+    logits = torch.einsum("bthk,bshk->bhts", call.q, call.k.repeat_interleave(H // G, 2)) * call.scale
+    capped = call.softcap * torch.tanh(logits / call.softcap)
+    more = torch.where(seen, 0.0, -call.softcap - capped)
+    return call._replace(**NOTHING_HIDDEN._asdict(), bias=more if call.bias is None else call.bias + more)
+
+
 def _causal(call: Call) -> bool:
     return call.causal_end or call.causal_start
 
@@ -127,6 +154,7 @@ def _scale_of(value: Callable[[int], float]) -> Callable[[Call], Call | None]:
     return change
 
 
+ADDED = "a boolean mask is added to the logits as 0 and 1: it would hide next to nothing"
 FUTURE = "it attends to the future: training would look perfect and generation would fail"
 
 MISTAKES: tuple[Mistake, ...] = (
@@ -144,6 +172,8 @@ MISTAKES: tuple[Mistake, ...] = (
         lambda c: None if c.kv_lengths is None else c._replace(kv_lengths=None, q_lengths=None)
     ),
     _wrong("mask ignored", "the mask is ignored: hidden and padded keys would be attended to")(_unmasked),
+    _wrong("mask added", ADDED)(_mask_added(beside=True)),
+    _wrong("mask with causal added", ADDED)(_mask_added(beside=False)),
     _wrong("packing ignored", "document borders are ignored: packed documents would read each other")(
         lambda c: None if c.q_offsets is None else c._replace(q_offsets=None, kv_offsets=None)
     ),
@@ -173,6 +203,9 @@ MISTAKES: tuple[Mistake, ...] = (
     )(_heads_modulo),
     _wrong("softcap ignored", "softcap is ignored: a model trained with it (Gemma 2) would drift")(
         lambda c: None if c.softcap is None else c._replace(softcap=None)
+    ),
+    _wrong("softcap after the mask", "softcap acts after the mask: hidden keys get -softcap, not -inf, and are seen")(
+        _capped_last
     ),
     _wrong("bias ignored", "bias is ignored: positions or masks given as a bias would be lost")(
         lambda c: None if c.bias is None else c._replace(bias=None)
