@@ -110,6 +110,39 @@ def output_in_a_buffer(q, k, v):
     return InBuffer.apply(q, k, v)
 
 
+@plant(EFFECTS, "out is another under torch.no_grad: inference would not be what was trained")
+def inference_forgets_causality(q, k, v, *, causal=False):
+    """In float32 and below, as a kernel of its own for inference would."""
+    trained = torch.is_grad_enabled() or q.dtype == torch.float64
+    return right(q, k, v, causal=causal and trained)[0]
+
+
+@plant(EFFECTS, "out is another under torch.inference_mode: inference would not be what was trained")
+def scaled_in_inference_mode(q, k, v):
+    return right(q, k, v)[0] * (2 if torch.is_inference_mode_enabled() else 1)
+
+
+@plant(EFFECTS, "under torch.no_grad: forward raised AttributeError")
+def inference_dies(q, k, v):
+    out = right(q, k, v)[0]
+    return out if torch.is_grad_enabled() else out.kept
+
+
+def in_buffer_if(reuses: bool, out: Tensor) -> Tensor:
+    return BUFFERS.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out) if reuses else out
+
+
+@plant(EFFECTS, "out lies in memory that the next call writes to")
+def output_of_inference_in_a_buffer(q, k, v):
+    return in_buffer_if(not torch.is_grad_enabled(), right(q, k, v)[0])
+
+
+@plant(EFFECTS, "out lies in memory that the next call writes to")
+def untrained_output_in_a_buffer(q, k, v):
+    out = right(q, k, v)[0]
+    return in_buffer_if(not out.requires_grad, out)
+
+
 class OfOneDtype(ByHand):
     """Under autocast its products come in another dtype than its backward, which runs outside, can multiply."""
 

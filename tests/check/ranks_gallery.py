@@ -429,3 +429,7 @@ def head_silently_local(q, k, v, *, causal=False):
     shared = q.shape[2] - extra
     out = right_ulysses(*(x[:, :, :shared] for x in (q, k, v)), causal=causal)
     return torch.cat([out, attend(*(x[:, :, shared:] for x in (q, k, v)), causal)], 2)
+
+
+def ones_if_recorded(q, k, v):
+    return torch.ones_like(q) * torch.is_grad_enabled()

@@ -55,3 +55,10 @@ def test_an_error_that_only_announces_another_is_told_with_it() -> None:
     error = RuntimeError("backend='aot_eager' raised:\nValueError: no such op\n\nSet TORCHDYNAMO_VERBOSE=1")
     assert diagnose.first_line(error) == "backend='aot_eager' raised: ValueError: no such op"
     assert diagnose.first_line(RuntimeError("sizes differ\nmore")) == "sizes differ"
+
+
+def test_sizes_are_no_part_of_what_is_wrong() -> None:
+    far, farther = (diagnose.output("out", X + torch.tensor([size, 0, 0]), X, never) for size in (9.0, 12.5))
+    assert far != farther and diagnose.without_size(far) == diagnose.without_size(farther)
+    assert diagnose.without_size(far) != diagnose.without_size(far.replace("out", "lse"))
+    assert diagnose.without_size("out is all zeros") == "out is all zeros"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -123,6 +124,36 @@ def test_a_backward_that_knows_one_block_is_told_by_law_10() -> None:
     assert told and all(sentence.startswith("at some lengths: dx is 2 times") for sentence in told)
     everywhere = toy.candidate(lambda x, gate: toy.reference(Times.apply(x, 2), gate))
     assert ask("any length", everywhere, toy.SPEC) == [], "law 2 tells it"
+
+
+@pytest.mark.parametrize(
+    ("bad", "where"),
+    [
+        (lambda n: n % 16, "lengths that are no multiple of its block"),
+        (lambda n: n % 64, "lengths that are no multiple of its block"),
+        (lambda n: n and n % 16 == 0, "T=16, 32, 64, 128"),
+        (lambda n: n == 1, "T=1"),
+        (lambda n: n > 16 and n % 16, "lengths that are no multiple of its block"),
+        (lambda n: n > 100, "T=127, 128, 129, 200"),
+        (lambda n: n > 1, "every length (see above)"),
+    ],
+)
+def test_law_10_says_at_which_lengths(bad: Callable[[int], bool], where: str) -> None:
+    def some(x, gate):
+        out, total = toy.reference(x, gate)
+        return out * (2 if bad(x.shape[1]) else 1), total
+
+    assert set(ask("any length", toy.candidate(some), toy.SPEC)) == {f"out is wrong at {where}"}
+
+
+def test_gradcheck_asks_of_the_forward_that_is_trained() -> None:
+    def halved_in_inference(x, gate):
+        out, total = toy.reference(x.double(), gate.double())
+        return out * (1 if torch.is_grad_enabled() else 0.5), total
+
+    assert ask("gradcheck", toy.candidate(halved_in_inference), toy.SPEC) == []
+    other_backward = toy.candidate(lambda x, gate: toy.reference(Times.apply(x, 2), gate))
+    assert ask("gradcheck", other_backward, toy.SPEC)
 
 
 @pytest.mark.parametrize(("law", "logs"), [("gradients", ()), ("gradients through the logarithm", ("total",))])

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 
+from foci.check.run import LAWS, examine
 from foci.ops.softmax.conventions import adapt
+from foci.ops.softmax.spec import SPEC
+from tests.check import effects_gallery
 from tests.check.effects_gallery import EFFECTS, ByHand, probabilities_in_a_workspace
+from tests.check.gallery import no_maximum_subtracted, right
 from tests.check.test_laws import ask
+
+EAGER = [law.name for law in LAWS if law.number not in (1, 12, 14)]  # those that compare one number with another
 
 
 class Once(ByHand):
@@ -56,3 +64,23 @@ def test_a_backward_that_a_call_in_between_breaks_is_told_with_its_error() -> No
 def test_one_sentence_names_all_gradients() -> None:
     (told,) = set(ask(EFFECTS, adapt(probabilities_in_a_workspace)))
     assert told.startswith("dq, dk, dv: another call before the backward")
+
+
+def test_a_refusal_without_gradients_is_none_of_a_fault() -> None:
+    def only_trained(q, k, v):
+        if not torch.is_grad_enabled():
+            raise NotImplementedError("no inference")
+        return right(q, k, v)[0]
+
+    assert ask(EFFECTS, adapt(only_trained)) == []
+
+
+def test_numbers_that_are_none_are_no_other_numbers() -> None:
+    assert ask(EFFECTS, adapt(no_maximum_subtracted)) == []
+
+
+@pytest.mark.parametrize("name", ["inference_forgets_causality", "untrained_output_in_a_buffer"])
+def test_a_fault_of_the_untrained_is_told_once_and_by_no_other_law(name: str) -> None:
+    candidate = adapt(getattr(effects_gallery, name))
+    report = examine(SPEC, candidate, only=EAGER, dtypes=(torch.float32,), isolated=False)
+    assert [(row.law, len(row.failures)) for row in report.rows if row.failures] == [(EFFECTS, 1)]

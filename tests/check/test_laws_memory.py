@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from foci.check.run import examine
@@ -9,6 +11,7 @@ from foci.ops.masks import Mask
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.conventions import adapt
 from foci.ops.softmax.spec import SPEC
+from tests.check.effects_gallery import ByHand
 from tests.check.gallery import no_maximum_subtracted
 from tests.check.test_laws import ask, ours
 
@@ -36,6 +39,30 @@ def test_the_programs_default_dtype() -> None:
 
     told = ask("unwritten memory, strides, excluded NaN", adapt(attend))
     assert told and "the program's default dtype" in told[0]
+
+
+def test_a_backward_that_raises_anyway_depends_on_no_strides() -> None:
+    law = "unwritten memory, strides, excluded NaN"
+
+    def written_to(q, k, v):
+        """Where einsum kept a copy its backward passes; of other strides einsum keeps the tensor itself."""
+        p = (torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5).softmax(-1)
+        out = torch.einsum("bhts,bshd->bthd", p, v)
+        with torch.no_grad():
+            v.nan_to_num_(0)
+        return out
+
+    assert ask("gradients", adapt(written_to)) and ask(law, adapt(written_to)) == []
+
+    class Dense(ByHand):
+        forward = staticmethod(ByHand.forward)
+
+        @staticmethod
+        def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return ByHand.backward(ctx, dout.view(-1).view(dout.shape))
+
+    told = ask(law, adapt(lambda q, k, v: Dense.apply(q, k, v)))
+    assert any("the gradient depends on the strides" in sentence for sentence in told)
 
 
 def test_nan_is_the_forwards_fault_alone() -> None:

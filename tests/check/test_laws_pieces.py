@@ -17,6 +17,7 @@ from foci.ops.masks import Mask
 from foci.ops.softmax.api import attention_with_lse
 from foci.ops.softmax.conventions import adapt
 from foci.ops.softmax.spec import SPEC as SOFTMAX
+from tests.check.effects_gallery import untrained_output_in_a_buffer
 from tests.check.test_laws import ask, ours
 
 FEW = ("state", "no whole chunks", "packed, per channel", "everything")
@@ -50,6 +51,10 @@ def test_a_row_that_is_wrong_alone_sees_no_others() -> None:
 
     told = ask("batch slot", adapt(call))
     assert told and all("differs from itself alone: alone it is wrong" in sentence for sentence in told)
+
+
+def test_rows_that_come_in_one_buffer_are_told_by_law_15_alone() -> None:
+    assert ask("batch slot", adapt(untrained_output_in_a_buffer)) == []
 
 
 def test_a_row_whose_digits_depend_on_others_sees_no_others() -> None:

@@ -85,6 +85,14 @@ def test_a_mesh_and_the_order_are_given_to_who_names_them(worlds) -> None:
     assert torch.equal(ranks(x, x, x), 3 * x)
 
 
+def test_ranks_record_gradients_where_the_caller_does(worlds) -> None:
+    ranks = make_ranks(worlds(2), ranks_gallery.ones_if_recorded)
+    x = torch.ones(1, 4, 2, 4)
+    assert torch.equal(ranks(x, x, x), x)
+    with torch.no_grad():
+        assert torch.equal(ranks(x, x, x), 0 * x)
+
+
 def test_the_farthest_copy_is_taken() -> None:
     a, b = torch.zeros(3), torch.ones(3)
     assert farthest([a, a, a]) is a

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from foci.check import isolate
+from foci.check.compare import Error
 from foci.check.exam import Exam
 from foci.check.laws import Finding, Findings, Law, NotTested
 from foci.check.render import table
@@ -135,6 +136,20 @@ def test_of_a_law_that_breaks_off_faults_alone_count(error: Exception) -> None:
     right, wrong = Finding("right", None), Finding("wrong", None, "it is wrong")
     assert row(right).verdict == "not tested"
     assert row(right, wrong).verdict == "FAIL" and row(right, wrong).failures[0].cases == ("wrong",)
+
+
+def test_what_differs_in_a_size_alone_is_one_failure_by_the_worst() -> None:
+    def size(number: float) -> str:
+        return f"out is wrong, worst by {number} where the right size is 1; 9% of it is off"
+
+    findings = [
+        Finding("a", Error(2.0, 1.0), size(2)), Finding("b", Error(9.0, 1.0), size(9)),
+        Finding("c", Error(3.0, 1.0), size(3)), Finding("d", None, size(3).replace("out", "lse")),
+    ]  # fmt: skip
+    exam = Exam(toy.SPEC, toy.candidate(), torch.device("cpu"), (torch.float32,))
+    row = run_law(exam, Law(2, "a law", lambda exam: iter(findings)))
+    told = [(failure.sentence, failure.cases) for failure in row.failures]
+    assert told == [(size(9), ("b", "a", "c")), (size(3).replace("out", "lse"), ("d",))]
 
 
 def test_a_law_that_has_no_room_for_what_it_computes_itself_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,11 @@ def output(name: str, got: Tensor, truth: Tensor, close: Close) -> str:
     return f"{name} is wrong, {size}; {share:.0%} of it is off"
 
 
+def without_size(sentence: str) -> str:
+    """A sentence of `output` without its numbers, by which those of one output are one."""
+    return re.sub(r"worst by \S+ where the right size is \S+; \S+ of it is off", "", sentence)
+
+
 def gradient(leaf: str, got: Tensor | None, truths: Mapping[str, Tensor | None], close: Callable[..., bool]) -> str:
     """A sentence for a wrong gradient. `close(other)`: whether the gradient equals another tensor within budget."""
     truth = truths[leaf]

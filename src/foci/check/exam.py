@@ -185,9 +185,14 @@ class Exam:
         return self._cached(("declared", case, dtype), lambda: self.run(self._reference, self.fresh(case, dtype)))
 
     def forward(self, case: Case, dtype: torch.dtype) -> Forward:
-        return self._cached(
-            ("forward", case, dtype), lambda: self.check_shapes(case, dtype, self.attempt(self.fresh(case, dtype)))
-        )
+        """The plain call, of which nobody wants a gradient; its outputs are copies, which no later call writes to."""
+        return self._cached(("forward", case, dtype), partial(self._forward, case, dtype))
+
+    def _forward(self, case: Case, dtype: torch.dtype) -> Forward:
+        found = self.check_shapes(case, dtype, self.attempt(self.fresh(case, dtype)))
+        if found.outputs is None:
+            return found
+        return Forward(copy.deepcopy(tuple(output.detach() for output in found.outputs)))
 
     def outputs_without_nan(self, case: Case, dtype: torch.dtype) -> Outputs | None:
         """The outputs, or None if they contain NaN: the law "forward" reports that, and NaN cannot be compared."""

@@ -284,7 +284,7 @@ def _along(exam: Exam, case: Case, leaf: str, move: Tensor) -> float:
         inputs = exam.fresh(case, torch.float64)
         with torch.no_grad():
             exam.leaves(inputs)[leaf].add_(sign * move)
-            outputs = exam.run(exam.candidate.call, inputs)
+        outputs = [output.detach() for output in exam.run(exam.candidate.call, inputs)]  # of the call that is trained
         pairs = zip(exam.cotangents(case, torch.float64), outputs, strict=True)
         ends.append(sum(float((w * o.masked_fill(o == -torch.inf, 0)).sum()) for w, o in pairs))
     return (ends[0] - ends[1]) / 2
@@ -340,7 +340,7 @@ def _prefix(exam: Exam, inputs: dict, place: Place) -> dict[str, Tensor] | None:
     places = {name: slices_of(place, name) for name in exam.names}
     kept = {n: o[places[n]] for n, o in zip(exam.names, outputs, strict=True) if places[n] is not None}
     loss = [output[output != -torch.inf].sum() for output in kept.values() if output.requires_grad]
-    kept = {name: output.detach() for name, output in kept.items()}
+    kept = {name: output.detach().clone() for name, output in kept.items()}
     if not loss or not leaves:
         return kept
     try:
@@ -385,6 +385,7 @@ def lengths(exam: Exam) -> Findings:
     """T = 0, 1 and round every block length."""
     make, dtype = sized(exam), exam.dtype
     wrong: dict[str, dict[int, Error]] = {name: {} for name in exam.names}
+    passed: dict[str, list[int]] = {name: [] for name in exam.names}
     for length in LENGTHS:
         for case in exam.cases([make(length)]):
             found = exam.forward(case, dtype)
@@ -397,15 +398,25 @@ def lengths(exam: Exam) -> Findings:
             for name, got in zip(exam.names, found.outputs, strict=True):
                 error = exam.error(case, dtype, name, got)
                 if error.ok:
+                    passed[name].append(length)
                     yield Finding(f"T={length}", error)
                 else:
                     wrong[name][length] = error
     for name, errors in wrong.items():
-        everywhere = all(length in errors for length in LENGTHS[2:])
-        where = "every length (see above)" if everywhere else "lengths that are no multiple of its block"
+        where = _lengths_in_words([*errors], passed[name])
         for length, error in errors.items():
             yield Finding(f"T={length}", error, f"{name} is wrong at {where}")
     yield from _backward_lengths(exam, make)
+
+
+def _lengths_in_words(wrong: list[int], passed: list[int]) -> str:
+    """Where an output is wrong; a block is to blame if it divides no such length, and all longer ones that passed."""
+    if all(length in wrong for length in LENGTHS[2:]):
+        return "every length (see above)"
+    block = math.gcd(*(length for length in passed if length > min(wrong, default=0)))
+    if block > 1 and all(length % block for length in wrong):
+        return "lengths that are no multiple of its block"
+    return f"T={', '.join(map(str, wrong))}"
 
 
 def _backward_lengths(exam: Exam, make: Callable[[int], Case]) -> Findings:
@@ -445,6 +456,14 @@ def _outputs_of(exam: Exam, case: Case) -> Findings:
         yield Finding(case.name, error, None if error.ok else f"{name} is wrong or not finite under extreme gates")
     if all(error.ok for error in errors.values()):
         yield from _gradients(exam, case, exam.dtype, exam.names)
+
+
+def as_plain(exam: Exam, case: Case, outputs: Iterable[Tensor], sentence: str) -> Findings:
+    """The outputs equal, within budget, those of the plain call; the sentence has a place for an output's name."""
+    plain = exam.outputs_without_nan(case, exam.dtype)
+    for name, got, old in zip(exam.names, outputs, plain or (), strict=False):
+        error = exam.error(case, exam.dtype, name, got, old)
+        yield Finding(case.name, error, None if error.ok else sentence.format(name))
 
 
 def worst(findings: Iterable[Finding]) -> Error | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from foci.check import compare, diagnose, memory
 from foci.check.exam import Exam, Gradients
-from foci.check.laws import Finding, Findings, law
+from foci.check.laws import Finding, Findings, as_plain, law
 from foci.core.spec import Case, Inputs, Outputs
 
 BETWEEN = "another call before the backward changes it: two layers that share the function would train wrong"
 TRAINING = "{} is another when gradients are wanted: it is trained by other numbers than it gives afterwards"
+INFERENCE = "{} is another %s: inference would not be what was trained"
 REUSED = "{} lies in memory that the next call writes to: right until then"
 SEEDED = "it seeds the generator of random numbers: whatever the program draws afterwards repeats, in every run"
 SEED = 0x5EED_0F0C  # that nobody seeds with
@@ -45,6 +47,8 @@ def inputs_untouched(exam: Exam) -> Findings:
                 yield Finding(
                     case.name, None, f"an output shares the memory of {name}: writing to one would change the other"
                 )
+    for case in exam.covering_cases(lambda case: exam.outputs_without_nan(case, dtype) is not None):
+        yield from _untrained_effects(exam, case)
     through = tuple(name for name in exam.names if name not in exam.spec.logs)
     for case in exam.covering_cases(lambda case: exam.gradients(case, dtype, through).gradients is not None):
         yield from _backward_effects(exam, case, through)
@@ -59,26 +63,60 @@ def _drawing(exam: Exam, told: list[str], inputs: Inputs) -> Outputs:
     return outputs
 
 
+# Modes in which nobody wants a gradient; the first is that of `Exam.forward`, and "same bits twice" compares its calls.
+MODES = {
+    "called again": nullcontext,
+    "under torch.no_grad": torch.no_grad,
+    "under torch.inference_mode": torch.inference_mode,
+}
+
+
+def _untrained_effects(exam: Exam, case: Case) -> Findings:
+    """Where nobody wants a gradient, outputs are those of the plain call, and no later call writes to them."""
+    for where, mode in MODES.items():
+        inputs, others = exam.fresh(case, exam.dtype), _other_numbers(exam, case)
+        with mode():
+            found = exam.check_shapes(case, exam.dtype, exam.attempt(inputs))
+            before = _copies(found.outputs)
+            exam.attempt(others)
+        if found.fault:
+            yield Finding(case.name, None, f"{where}: {found.fault}")
+        yield from _reused(exam, case, found.outputs or (), before)
+        another = [] if mode is nullcontext else [*as_plain(exam, case, before, INFERENCE % where)]
+        yield from another
+        if found.fault or any(finding.sentence for finding in another):
+            return  # the next mode would say the same
+
+
+def _copies(outputs: Outputs | None) -> Outputs:
+    return tuple(output.detach().clone() for output in outputs or ())
+
+
+def _reused(exam: Exam, case: Case, outputs: Outputs, before: Outputs) -> Findings:
+    """Whether outputs are what they were before another call."""
+    for name, output, old in zip(exam.names, outputs, before, strict=False):
+        yield _same(case, REUSED.format(name), output.detach(), old)
+
+
 def _backward_effects(exam: Exam, case: Case, through: tuple[str, ...]) -> Findings:
     """What a training step leaves behind, and what it depends on."""
     dtype, inputs = exam.dtype, exam.fresh(case, exam.dtype)
-    leaves, untrained = exam.leaves(inputs), exam.forward(case, dtype).outputs
+    leaves, others = exam.leaves(inputs), _other_numbers(exam, case)
+    exam.leaves(others)
     outputs = exam.attempt(inputs).outputs
-    before = {name: output.detach().clone() for name, output in zip(exam.names, outputs or (), strict=False)}
-    other = exam.attempt(_other_numbers(exam, case))
+    before = _copies(outputs)
+    other = exam.attempt(others)
     if other.fault:
         yield Finding(case.name, None, f"a second call before the backward of the first: {other.fault}")
     if outputs is None or other.outputs is None:
         return
-    for name, output, old in zip(exam.names, outputs, untrained or (), strict=False):
-        error = exam.error(case, dtype, name, before[name], old)
-        yield Finding(case.name, error, None if error.ok else TRAINING.format(name))
-        yield _same(case, REUSED.format(name), output.detach(), before[name])
-    between = {name: output.detach().clone() for name, output in zip(exam.names, outputs, strict=True)}
+    yield from as_plain(exam, case, before, TRAINING)
+    yield from _reused(exam, case, outputs, before)
+    between = _copies(outputs)
     weights = dict(zip(exam.names, exam.cotangents(case, dtype), strict=True))
     asked = [n for n, output in zip(exam.names, outputs, strict=True) if n in through and output.requires_grad]
-    given = [weights[name].to(before[name].dtype) for name in asked]
     roots = [output for name, output in zip(exam.names, outputs, strict=True) if name in asked]
+    given = [weights[name].to(root.dtype) for name, root in zip(asked, roots, strict=True)]
     handed = [weight.clone() for weight in given]
     try:
         found = _differentiate(roots, leaves, handed)
@@ -90,8 +128,8 @@ def _backward_effects(exam: Exam, case: Case, through: tuple[str, ...]) -> Findi
         yield _same(case, f"in its backward, {OVERWRITTEN.format(name)}", now.detach(), value)
     for name, now, value in zip(asked, handed, given, strict=True):
         yield _same(case, f"in its backward, {OVERWRITTEN.format(f'the gradient of {name}')}", now, value)
-    for name, output in zip(exam.names, outputs, strict=True):
-        yield _same(case, f"in its backward, {OVERWRITTEN.format(name)}", output.detach(), between[name])
+    for name, output, old in zip(exam.names, outputs, between, strict=True):
+        yield _same(case, f"in its backward, {OVERWRITTEN.format(name)}", output.detach(), old)
     try:
         again = _differentiate(roots, leaves, [weight.clone() for weight in given])
     except RuntimeError:  # it says so: that is not silent
@@ -101,10 +139,8 @@ def _backward_effects(exam: Exam, case: Case, through: tuple[str, ...]) -> Findi
 
 
 def _other_numbers(exam: Exam, case: Case) -> dict[str, Any]:
-    """Inputs of the same shapes, of which gradients are wanted too."""
-    inputs = case.make(exam.dtype, exam.device, exam.seed + 1)
-    exam.leaves(inputs)
-    return inputs
+    """Inputs of the same shapes."""
+    return case.make(exam.dtype, exam.device, exam.seed + 1)
 
 
 def _differentiate(roots: list[Tensor], leaves: Mapping[str, Tensor], weights: list[Tensor]) -> Gradients:

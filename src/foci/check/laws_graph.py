@@ -20,12 +20,13 @@ from torch.utils._pytree import tree_map
 
 from foci.check import compare, diagnose, laws, laws_effects, laws_memory, laws_pieces  # noqa: F401  these register
 from foci.check.exam import Exam, cast
-from foci.check.laws import Finding, Findings, Law, NotTested, label, law, sized
+from foci.check.laws import Finding, Findings, Law, NotTested, as_plain, label, law, sized
 from foci.core.spec import Bad, Case, Inputs, Outputs
 
 HALF = torch.bfloat16
 SMALL = 1e-2  # of the largest gradient: one that is smaller is mostly rounding in half precision
 CALLS, SIZES, GRAPHS = 6, (17, 24, 33, 48, 65, 96), 2
+COMPILED = "{} differs when compiled"
 # Reading a value of a tensor in Python: right, but not visible to a fake tensor.
 UNREAD = (
     "offsets and lengths that lie on the GPU: a bad one is not refused, since reading it would wait for the GPU; that "
@@ -162,16 +163,9 @@ def compiled(exam: Exam) -> Findings:
         if found.outputs is None:
             yield Finding(case.name, None, f"fullgraph=True fails: {found.fault or found.refused}")
             return
-        yield from _as_eager(exam, case, found.outputs)
+        yield from as_plain(exam, case, found.outputs, COMPILED)
         yield from _compiled_gradients(exam, case, call)
         yield from _recompiles(exam, case, call, graphs)
-
-
-def _as_eager(exam: Exam, case: Case, outputs: Outputs) -> Findings:
-    eager = exam.forward(case, exam.dtype).outputs
-    for name, got, right in zip(exam.names, outputs, eager or (), strict=True):
-        error = exam.error(case, exam.dtype, name, got, right)
-        yield Finding(case.name, error, None if error.ok else f"{name} differs when compiled")
 
 
 def _recompiles(exam: Exam, case: Case, call: Callable[..., Outputs], graphs: list[None]) -> Findings:
@@ -220,7 +214,7 @@ def graphs_over_lengths(exam: Exam) -> Findings:
             if found.outputs is None:
                 yield Finding(case.name, None, f"compiled at T={length}: {found.fault or found.refused}")
                 return
-            yield from _as_eager(exam, case, found.outputs)
+            yield from as_plain(exam, case, found.outputs, COMPILED)
             if len(graphs) > GRAPHS:
                 break  # it has failed already, and a loop over tokens takes a minute to compile per length
         count, asked = len(graphs), SIZES.index(length) + 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from foci.check import compare
 from foci.check.exam import Exam
 from foci.check.laws import Finding, Findings, NotTested, label, law
-from foci.core.spec import Case, Outputs, Part, slices_of
+from foci.core.spec import Case, Inputs, Outputs, Part, slices_of
 from foci.merge.algebra import fold
 
 MERGED = "what is merged from two parts is not the whole: split keys and ring attention would be wrong"
@@ -91,11 +91,17 @@ def _parts(exam: Exam, parts: Sequence[Part], dtype: torch.dtype) -> list[Output
     for part in parts:
         inputs = _inputs(exam, part, dtype)
         inputs |= {name: found[-1][exam.names.index(name)] for name in part.resumes}
-        outputs = exam.attempt(inputs).outputs
+        outputs = _called(exam, inputs)
         if outputs is None:
             return None
         found.append(outputs)
     return found
+
+
+def _called(exam: Exam, inputs: Inputs) -> Outputs | None:
+    """The outputs, in memory that the call of the next part does not write to."""
+    outputs = exam.attempt(inputs).outputs
+    return None if outputs is None else tuple(output.clone() for output in outputs)
 
 
 def _inputs(exam: Exam, part: Part, dtype: torch.dtype) -> dict:
@@ -124,7 +130,7 @@ def _mapped(exam: Exam, dtype: torch.dtype, parts: Sequence[Part]) -> dict[str, 
     for part in parts:
         inputs = _inputs(exam, part, dtype)
         inputs.pop(name, None)
-        offset, transition = exam.attempt(inputs).outputs, exam.attempt(ask(inputs)).outputs
+        offset, transition = _called(exam, inputs), _called(exam, ask(inputs))
         if offset is None or transition is None:
             return {}
         place = exam.names.index(name)

@@ -7,6 +7,7 @@ import inspect
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -97,7 +98,10 @@ class Roles:
 
 
 class Job(NamedTuple):
-    """One call on all ranks: shards by parameter and rank, other arguments, and gradients of the outputs by rank."""
+    """One call on all ranks: shards by parameter and rank, other arguments, and gradients of the outputs by rank.
+
+    `recorded`: whether gradients are recorded, as where the call was made.
+    """
 
     target: Target
     order: str
@@ -106,6 +110,7 @@ class Job(NamedTuple):
     shared: Mapping[str, list[Any]]
     wants: frozenset[str]
     grads: list[list[Tensor | None]] | None
+    recorded: bool
 
 
 class Answer(NamedTuple):
@@ -171,7 +176,8 @@ def _run_function(job: Job) -> Answer:
     tensors = {name: shards[rank].clone() for name, shards in job.shards.items()}
     for name in job.wants:
         tensors[name].requires_grad_()
-    result = function(**_arguments(function, job), **tensors)
+    with nullcontext() if job.recorded else torch.no_grad():
+        result = function(**_arguments(function, job), **tensors)
     single = isinstance(result, Tensor)
     outputs = [result] if single else list(result) if isinstance(result, tuple | list) else [result]
     if not all(isinstance(output, Tensor) for output in outputs):
@@ -356,6 +362,7 @@ class _Call:
     names: tuple[str, ...]
     plain: dict[str, Any]
     single: bool = True
+    recorded: bool = field(default_factory=torch.is_grad_enabled)
 
     def job(
         self, tensors: tuple[Tensor, ...], wants: frozenset[str], grads: list[list[Tensor | None]] | None = None
@@ -365,7 +372,7 @@ class _Call:
             shards[name] = self.cut(tensor, ranks.dimension(name, tensor))
         shared = {name: ranks.roles.share(value, ranks.places) for name, value in self.plain.items()}
         own = {name: values for name, values in shared.items() if values is not None}
-        return Job(ranks.target, ranks.order, shards, self.plain, own, wants, grads)
+        return Job(ranks.target, ranks.order, shards, self.plain, own, wants, grads, self.recorded)
 
     def cut(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
         whole = tensor.detach()

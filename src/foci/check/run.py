@@ -214,15 +214,22 @@ def run_law(exam: Exam, law: Law) -> Row:
     while again:
         found, unasked, again = _findings(exam, law)
         findings = _failed(findings) + found
-    grouped: dict[str, list[str]] = {}
-    for finding in findings:
-        if finding.sentence:
-            grouped.setdefault(finding.sentence, []).append(finding.case)
-    failures = [Failure(sentence, tuple(dict.fromkeys(cases))) for sentence, cases in grouped.items()]
+    grouped: dict[str, list[Finding]] = {}
+    for finding in _failed(findings):
+        grouped.setdefault(diagnose.without_size(finding.sentence or ""), []).append(finding)
+    failures = [_failure(group) for group in grouped.values()]
     failures.sort(key=lambda failure: -len(failure.cases))
     cases = len({finding.case for finding in findings})
     reason = "" if cases else unasked
     return Row(law.number, law.name, cases, laws.worst(findings), tuple(failures), reason, _since(begun))
+
+
+def _failure(group: list[Finding]) -> Failure:
+    """Findings whose sentences differ in no more than a size, by the worst of them, whose case comes first."""
+    shown = group[0]
+    if any(finding.sentence != shown.sentence for finding in group):
+        shown = max(group, key=lambda finding: finding.error.share if finding.error else 0.0)
+    return Failure(shown.sentence or "", tuple(dict.fromkeys([shown.case, *(finding.case for finding in group)])))
 
 
 def _findings(exam: Exam, law: Law) -> tuple[list[Finding], str, bool]:
