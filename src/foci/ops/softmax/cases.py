@@ -105,6 +105,14 @@ CASES = (
         extra=lambda d: {"mask": Lengths(d.integers(19, 9), d.integers(13, 9)) & Causal()},
     ),
     case(
+        "padded queries, softcap", "padding", "padded queries", "softcap", T=7,
+        extra=lambda d: {"mask": Lengths(d.integers(7, 4), d.integers(4, 7)), "softcap": 1.5},
+    ),
+    case(
+        "padded queries of many keys", "padding", "padded queries", "cross", T=2, S=130,
+        extra=lambda d: {"mask": Lengths(d.integers(130, 70), d.integers(1, 2))},
+    ),
+    case(
         "cache", "padding", "causal", "cross", T=3, S=23,
         extra=lambda d: {"mask": Lengths(d.integers(23, 12)) & Causal()},
     ),
