@@ -43,6 +43,7 @@ from kernels_spills import SPILLS, outlived
 from kernels_tables import shipped, stale
 from kernels_tritons import IDENTITIES, Others, recalled
 
+from foci.core import tune
 from foci.core.spec import Spec
 from foci.core.tune import TARGETS, ConfigRequest, Launch, Target, override_configs, record_launches
 from foci.ops import SPECS
@@ -273,6 +274,7 @@ def main() -> int:
     options = arguments()
     options.target = list(dict.fromkeys(options.target))
     torch.set_num_threads(1)
+    tune.PROVEN = (*tune.PROVEN, triton.__version__[:4])  # what would run by this Triton once a GPU has proven it
     partly = options.script or options.drawn or options.only or options.all or options.target != list(TARGETS)
     if (options.check or options.write) and partly:
         raise SystemExit(

@@ -68,6 +68,8 @@ def test_doctor_says_what_is_true_of_triton_here(capsys, monkeypatch) -> None:
         "NVIDIA H200: configurations measured 2026-01-01; NVIDIA H100: configurations by rule, not yet measured"
     )
     assert cli_commands._triton(False)["line"] == "not installed: no kernels of our own"
+    monkeypatch.setattr(cli_commands, "proven", lambda: False)
+    assert cli_commands._triton(True)["line"].endswith("foci's kernels have not been proven on a GPU by this version")
 
 
 def test_doctor_says_why_a_backend_is_not_there(capsys, monkeypatch) -> None:

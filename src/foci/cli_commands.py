@@ -26,7 +26,7 @@ from foci.core.device import machine, own_version, platform
 from foci.core.ledger import in_force
 from foci.core.select import explain as explain_call
 from foci.core.spec import Spec
-from foci.core.tune import interpreting, measurement_dates, table_of
+from foci.core.tune import interpreting, measurement_dates, proven, table_of
 from foci.ops import SPECS, masks
 from foci.ops.masks import Causal, Dense, Lengths, Mask, Packed, Window
 
@@ -111,7 +111,8 @@ def _triton(installed: bool) -> dict[str, Any]:
         for name, date in dates.items()
     ]
     runs = "interpreter on" if interpreting() else "interpreter off"
-    line = "; ".join([f"{triton.__version__}, {runs}", *(of_gpus or ["no GPU"])])
+    new = [] if proven() else ["foci's kernels have not been proven on a GPU by this version"]
+    line = "; ".join([f"{triton.__version__}, {runs}", *(of_gpus or ["no GPU"]), *new])
     there = {"version": triton.__version__, "interpreter": interpreting(), "tables": dates}
     return {**there, "assembler": assembler.describe_ptxas(), "line": line}
 

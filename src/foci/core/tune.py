@@ -310,6 +310,7 @@ class Launcher(NamedTuple):
 
 
 STREAM, SCRATCH = object(), object()
+PROVEN: tuple[str, ...] = ("3.6.", "3.7.")  # versions of Triton by which all tests for a GPU have passed on one
 
 
 def launcher_of(compiled: Any, grid: tuple[int, ...]) -> Launcher:
@@ -320,7 +321,7 @@ def launcher_of(compiled: Any, grid: tuple[int, ...]) -> Launcher:
     run = compiled.run
     version = _triton_version()
     known = run.__class__.__module__ == "triton.backends.nvidia.driver" and run.__class__.__name__ == "CudaLauncher"
-    if not known or version not in ("3.6.", "3.7.") or run.profile_scratch_size:
+    if not known or version not in PROVEN or run.profile_scratch_size:
         return Launcher(functools.partial(_launch_with_stream, compiled, grid), (STREAM,))
     scratch = run.global_scratch_size * run.num_ctas * math.prod(grid)
     room = SCRATCH if scratch else None
@@ -403,11 +404,16 @@ def _start(
 @functools.cache
 def _jit_module(kind: Any) -> Any:
     """Triton's module of JITFunction in the versions that `_start` was verified against; else None."""
-    if _triton_version() not in ("3.6.", "3.7."):
+    if not proven():
         return None
     if kind.__name__ == "GluonJITFunction":  # compiled differently, launched the same way
         kind = kind.__mro__[1]
     return sys.modules[kind.__module__] if kind.__name__ == "JITFunction" else None
+
+
+def proven() -> bool:
+    """Whether foci's kernels have run on a GPU by this version of Triton."""
+    return _triton_version() in PROVEN
 
 
 def _triton_version() -> str:
@@ -416,8 +422,8 @@ def _triton_version() -> str:
 
 
 def with_gluon() -> bool:
-    """Whether Gluon kernels can run: in versions of Triton that compile them, and not in its interpreter."""
-    return _triton_version() in ("3.6.", "3.7.", "3.9.") and not interpreting()
+    """Whether Gluon kernels can run: by a Triton by which they have, and not in its interpreter."""
+    return proven() and not interpreting()
 
 
 def precision(dtype: torch.dtype, target: Target) -> str:
