@@ -123,10 +123,6 @@ def queries_kernel(  # type: ignore[no-untyped-def]
         dlse_ptr += b * dlse_strides[0] + h * dlse_strides[2]
         of_lse = tl.load(dlse_ptr + t.to(tl.int64) * dlse_strides[1], mask=t < T, other=0.0)
     pull = tl.where(empty, 0.0, pull - of_lse)
-    of_sink = tl.zeros_like(lse)
-    if sink_ptr is not None:
-        above = tl.load(sink_ptr + h * sink_stride).to(tl.float32) * unit(PRECISE) - steady
-        of_sink = tl.exp2(above * (LOG2E / unit(PRECISE)))
 
     if EXACT or dq_ptr is not None:
         q_ptr += b * q_strides[0] + h * q_strides[2]
@@ -154,9 +150,13 @@ def queries_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         if dq_ptr is not None:
             _put(dq_ptr + b * dq_strides[0] + h * dq_strides[2], dq * scale, t0, T, dq_strides, K, ADD)
-        if EXACT:
-            whole = tl.where(empty, 1.0, mass + of_sink)
-            pull = tl.where(empty, 0.0, (excess + pull * mass) / whole - of_lse)
+    of_sink = tl.zeros_like(lse)
+    if sink_ptr is not None:
+        above = tl.load(sink_ptr + h * sink_stride).to(tl.float32) * unit(PRECISE) - steady
+        of_sink = tl.exp2(above * (LOG2E / unit(PRECISE)))
+    if EXACT:
+        whole = tl.where(empty, 1.0, mass + of_sink)
+        pull = tl.where(empty, 0.0, (excess + pull * mass) / whole - of_lse)
 
     row = bh.to(tl.int64) * rows
     tl.store(steady_ptr + row + t, steady)
