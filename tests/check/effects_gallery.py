@@ -128,6 +128,24 @@ def inference_dies(q, k, v):
     return out if torch.is_grad_enabled() else out.kept
 
 
+@plant(EFFECTS, "q is overwritten: whoever uses it afterwards")
+def inference_overwrites_its_input(q, k, v):
+    out = right(q, k, v)[0]
+    if not torch.is_grad_enabled():
+        q.mul_(2)
+    return out
+
+
+TABLES: dict[torch.dtype, Tensor] = {}
+
+
+@plant(EFFECTS, "after calls without gradients: forward raised RuntimeError: Inference tensors cannot be saved")
+def table_of_inference(q, k, v):
+    if torch.is_inference_mode_enabled():
+        TABLES[q.dtype] = torch.ones(1, dtype=q.dtype)
+    return right(q * TABLES[q.dtype] if q.dtype in TABLES else q, k, v)[0]
+
+
 def in_buffer_if(reuses: bool, out: Tensor) -> Tensor:
     return BUFFERS.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out) if reuses else out
 

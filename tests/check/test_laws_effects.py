@@ -79,6 +79,17 @@ def test_numbers_that_are_none_are_no_other_numbers() -> None:
     assert ask(EFFECTS, adapt(no_maximum_subtracted)) == []
 
 
+def test_rows_of_nan_are_not_told_as_overwritten() -> None:
+    def empty_rows(q, k, v, *, causal=False):
+        logits = torch.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5
+        if causal:
+            T, S = logits.shape[2:]
+            logits = logits.masked_fill(torch.ones(T, S, dtype=torch.bool).triu(S - T + 1), -torch.inf)
+        return torch.einsum("bhts,bshv->bthv", logits.softmax(-1), v)
+
+    assert ask(EFFECTS, adapt(empty_rows)) == []
+
+
 @pytest.mark.parametrize("name", ["inference_forgets_causality", "untrained_output_in_a_buffer"])
 def test_a_fault_of_the_untrained_is_told_once_and_by_no_other_law(name: str) -> None:
     candidate = adapt(getattr(effects_gallery, name))

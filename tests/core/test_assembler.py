@@ -168,8 +168,13 @@ def test_where_none_is_right_hopper_is_refused(
 def test_so_is_one_that_a_user_names_and_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     brings(monkeypatch, None, ptxas="12.8", ptxas_blackwell="13.1")
     assert refusal() is None
-    monkeypatch.setenv(NAMED, "/old/ptxas")
+    monkeypatch.setenv(NAMED, "ptxas")  # as `brings` calls its path
     assert refusal().startswith(f"{NAMED} names ptxas 12.8, and Hopper needs 12.9 or newer")
+    monkeypatch.setenv(NAMED, "/none")  # Triton takes its own then
+    assert refusal().startswith(f"{NAMED} names none that runs, /none; Triton brings ptxas 12.8, and Hopper needs")
+    brings(monkeypatch, None, ptxas="12.9")
+    _refusal.cache_clear()
+    assert refusal() is None and describe_ptxas() == f"ptxas 12.9: {NAMED} names none that runs"
 
 
 def test_a_driver_that_is_not_there_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,18 +40,24 @@ def inputs_untouched(exam: Exam) -> Findings:
         yield from (Finding(case.name, None, sentence) for sentence in changed + seeded)
         if outputs is None:
             continue
-        for (name, given), (_, value) in zip(_tensors(inputs), _tensors(exam.inputs(case, dtype)), strict=True):
-            yield _same(case, OVERWRITTEN.format(name), given, value)
-            store = given.untyped_storage().data_ptr()
-            if store and any(o.untyped_storage().data_ptr() == store for o in outputs):
-                yield Finding(
-                    case.name, None, f"an output shares the memory of {name}: writing to one would change the other"
-                )
+        yield from _unwritten(exam, case, inputs, outputs)
+    through = tuple(name for name in exam.names if name not in exam.spec.logs)
+    trained = [*exam.covering_cases(lambda case: exam.gradients(case, dtype, through).gradients is not None)]
     for case in exam.covering_cases(lambda case: exam.outputs_without_nan(case, dtype) is not None):
         yield from _untrained_effects(exam, case)
-    through = tuple(name for name in exam.names if name not in exam.spec.logs)
-    for case in exam.covering_cases(lambda case: exam.gradients(case, dtype, through).gradients is not None):
+    for case in trained:  # found before, as calls without gradients may break those with
         yield from _backward_effects(exam, case, through)
+
+
+def _unwritten(exam: Exam, case: Case, inputs: Inputs, outputs: Outputs) -> Findings:
+    """Inputs are what they were, and no output is a view of one."""
+    for (name, given), (_, value) in zip(_tensors(inputs), _tensors(exam.inputs(case, exam.dtype)), strict=True):
+        yield _same(case, OVERWRITTEN.format(name), given, value)
+        store = given.untyped_storage().data_ptr()
+        if store and any(o.untyped_storage().data_ptr() == store for o in outputs):
+            yield Finding(
+                case.name, None, f"an output shares the memory of {name}: writing to one would change the other"
+            )
 
 
 def _drawing(exam: Exam, told: list[str], inputs: Inputs) -> Outputs:
@@ -74,11 +80,13 @@ MODES = {
 def _untrained_effects(exam: Exam, case: Case) -> Findings:
     """Where nobody wants a gradient, outputs are those of the plain call, and no later call writes to them."""
     for where, mode in MODES.items():
-        inputs, others = exam.fresh(case, exam.dtype), _other_numbers(exam, case)
+        inputs = exam.fresh(case, exam.dtype)
+        others = _other_numbers(exam, case, inputs)
         with mode():
             found = exam.check_shapes(case, exam.dtype, exam.attempt(inputs))
             before = _copies(found.outputs)
             exam.attempt(others)
+        yield from _unwritten(exam, case, inputs, found.outputs or ())
         if found.fault:
             yield Finding(case.name, None, f"{where}: {found.fault}")
         yield from _reused(exam, case, found.outputs or (), before)
@@ -101,12 +109,14 @@ def _reused(exam: Exam, case: Case, outputs: Outputs, before: Outputs) -> Findin
 def _backward_effects(exam: Exam, case: Case, through: tuple[str, ...]) -> Findings:
     """What a training step leaves behind, and what it depends on."""
     dtype, inputs = exam.dtype, exam.fresh(case, exam.dtype)
-    leaves, others = exam.leaves(inputs), _other_numbers(exam, case)
+    leaves, others = exam.leaves(inputs), _other_numbers(exam, case, inputs)
     exam.leaves(others)
-    outputs = exam.attempt(inputs).outputs
-    before = _copies(outputs)
+    first = exam.attempt(inputs)
+    outputs, before = first.outputs, _copies(first.outputs)
     other = exam.attempt(others)
-    if other.fault:
+    if first.fault:
+        yield Finding(case.name, None, f"after calls without gradients: {first.fault}")
+    elif other.fault:
         yield Finding(case.name, None, f"a second call before the backward of the first: {other.fault}")
     if outputs is None or other.outputs is None:
         return
@@ -138,9 +148,10 @@ def _backward_effects(exam: Exam, case: Case, through: tuple[str, ...]) -> Findi
     yield from _same_gradients(exam, case, through, again, found, what)
 
 
-def _other_numbers(exam: Exam, case: Case) -> dict[str, Any]:
-    """Inputs of the same shapes."""
-    return case.make(exam.dtype, exam.device, exam.seed + 1)
+def _other_numbers(exam: Exam, case: Case, inputs: Inputs) -> dict[str, Any]:
+    """Inputs of the same shapes; of a layer, the same layer."""
+    layers = {name: value for name, value in inputs.items() if isinstance(value, torch.nn.Module)}
+    return case.make(exam.dtype, exam.device, exam.seed + 1) | layers
 
 
 def _differentiate(roots: list[Tensor], leaves: Mapping[str, Tensor], weights: list[Tensor]) -> Gradients:
@@ -162,7 +173,8 @@ def _same_gradients(
 
 
 def _same(case: Case, sentence: str, now: Tensor, before: Tensor) -> Finding:
-    error = compare.changed(now, before, bitwise=True)
+    alike = now.isnan() & before.isnan()  # one NaN is another's equal, whatever its bits
+    error = compare.changed(now.masked_fill(alike, 0), before.masked_fill(alike, 0), bitwise=True)
     return Finding(case.name, error, None if error.ok else sentence)
 
 

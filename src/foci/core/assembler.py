@@ -117,6 +117,8 @@ def _refusal(named: str | None) -> str | None:
         return None
     what, right = "no ptxas" if tool is None else f"ptxas {tool.version}", "12.9 or newer but 13.0"
     there = f"Triton brings {what}" if named is None else f"{NAMED} names {what}"
+    if named is not None and not _is(tool, named):
+        there = f"{NAMED} names none that runs, {named}; Triton brings {what}"
     if driver is not None:
         right += f", of CUDA {driver} at most, as the driver is"
     return (
@@ -129,10 +131,18 @@ def describe_ptxas() -> str:
     """Which ptxas Hopper's kernels are compiled with, in words."""
     if (reason := refusal()) is not None:
         return f"none: {reason}"
-    if NAMED in os.environ:
-        return f"{os.environ[NAMED]}, as {NAMED} says"
+    if (named := os.environ.get(NAMED)) is not None:
+        tool = _tool("ptxas")
+        return (
+            f"{named}, as {NAMED} says" if _is(tool, named) else f"ptxas {tool.version}: {NAMED} names none that runs"
+        )
     tool = ptxas_for(HOPPER)
     return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the newest that Triton brings"
+
+
+def _is(tool: Any, named: str) -> bool:
+    """Whether Triton takes what is named; where that does not run it takes its own, without a word."""
+    return tool is None or tool.path == named
 
 
 def _tool(name: str) -> Any:

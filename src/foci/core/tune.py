@@ -321,7 +321,7 @@ def launcher_of(compiled: Any, grid: tuple[int, ...]) -> Launcher:
     run = compiled.run
     version = _triton_version()
     known = run.__class__.__module__ == "triton.backends.nvidia.driver" and run.__class__.__name__ == "CudaLauncher"
-    if not known or version not in PROVEN or run.profile_scratch_size:
+    if not known or not proven() or run.profile_scratch_size:
         return Launcher(functools.partial(_launch_with_stream, compiled, grid), (STREAM,))
     scratch = run.global_scratch_size * run.num_ctas * math.prod(grid)
     room = SCRATCH if scratch else None
@@ -412,7 +412,7 @@ def _jit_module(kind: Any) -> Any:
 
 
 def proven() -> bool:
-    """Whether foci's kernels have run on a GPU by this version of Triton."""
+    """Whether all tests for a GPU have passed by this version of Triton."""
     return _triton_version() in PROVEN
 
 
@@ -422,7 +422,7 @@ def _triton_version() -> str:
 
 
 def with_gluon() -> bool:
-    """Whether Gluon kernels can run: by a Triton by which they have, and not in its interpreter."""
+    """Whether Gluon kernels can run: by a Triton that is proven, and not in its interpreter."""
     return proven() and not interpreting()
 
 

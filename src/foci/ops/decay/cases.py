@@ -46,6 +46,7 @@ PROBLEMS = (
     Linear("scale of 0", T=7, scale=0.0),  # `scale or K**-0.5` would use the default
     Linear("negative scale", T=7, scale=-0.3),
     Linear("state", state=True, decay="token"),
+    Linear("state, no decay", state=True),
     Linear("fused projection", fused=True, decay="token"),
     Linear("bonus", bonus=True, decay="channel"),
     Linear("bonus without decay", bonus=True, T=7),

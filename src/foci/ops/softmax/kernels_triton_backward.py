@@ -111,7 +111,7 @@ def queries_kernel(  # type: ignore[no-untyped-def]
     pull, of_lse, do = tl.zeros_like(lse), tl.zeros_like(lse), None
     if dout_ptr is not None:
         dout_ptr += b * dout_strides[0] + h * dout_strides[2]
-        do = load_rows(dout_ptr, t0, t < T, dout_strides, V, NEAR, BLOCK_T, BLOCK_V)
+        do = load_rows(dout_ptr, t0, alive, dout_strides, V, NEAR, BLOCK_T, BLOCK_V)
     if given_ptr is not None:
         given_ptr += b * given_strides[0] + h * given_strides[2]
         pull = tl.load(given_ptr + t.to(tl.int64) * given_strides[1], mask=t < T, other=0.0)
@@ -155,7 +155,7 @@ def queries_kernel(  # type: ignore[no-untyped-def]
         above = tl.load(sink_ptr + h * sink_stride).to(tl.float32) * unit(PRECISE) - steady
         of_sink = tl.exp2(above * (LOG2E / unit(PRECISE)))
     if EXACT:
-        whole = tl.where(empty, 1.0, mass + of_sink)
+        whole = tl.where(mass == 0.0, 1.0, mass + of_sink)
         pull = tl.where(empty, 0.0, (excess + pull * mass) / whole - of_lse)
 
     row = bh.to(tl.int64) * rows
