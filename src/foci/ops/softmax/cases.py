@@ -105,11 +105,11 @@ CASES = (
         extra=lambda d: {"mask": Lengths(d.integers(19, 9), d.integers(13, 9)) & Causal()},
     ),
     case(
-        "padded queries, softcap", "padding", "padded queries", "softcap", T=7,
+        "padded queries, softcap", "padding", "padded queries", "softcap", "empty rows", T=7,
         extra=lambda d: {"mask": Lengths(d.integers(7, 4), d.integers(4, 7)), "softcap": 1.5},
     ),
     case(
-        "padded queries of many keys", "padding", "padded queries", "cross", T=2, S=130,
+        "padded queries of many keys", "padding", "padded queries", "cross", "empty rows", T=2, S=130,
         extra=lambda d: {"mask": Lengths(d.integers(130, 70), d.integers(1, 2))},
     ),
     case(
