@@ -22,6 +22,7 @@ _TWICE = "most with gradients; 128 columns take 1.3 times as long as 64, which t
 _FLOAT32 = "of float32 by gates per channel; on an H100 the fastest of 6 to 15 tiles, elsewhere not timed"
 SPILLS: dict[tuple[str, str, str], str] = {
     **{("softmax", kernel, "sm_90"): _MEASURED for kernel in ("_attend_kernel", "queries_kernel", "keys_kernel")},
+    ("softmax", "queries_kernel", "sm_100"): _ELSEWHERE,
     **{("linear", "keys_kernel", target): _TUNED for target in ("sm_80", "sm_120")},
     ("linear", "keys_kernel", "sm_90"): _MEASURED,
     ("linear", "keys_kernel", "gfx942"): "its tiles were chosen before far rows, which few chunks have, were its own",
