@@ -216,14 +216,13 @@ def _handed_on(x, tile):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _waiting(sums_ptr, which, x):  # type: ignore[no-untyped-def]
-    """Where a program's sum over heads waits, like x, while the next head's products have the registers.
+def _waiting(sums_ptr, which, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a program's sum over heads waits while the next head's products have the registers.
 
     Each thread reads what it has written, mostly from L2.
     """
-    WIDTH: gl.constexpr = x.shape[1]
-    t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, x.type.layout))[:, None]
-    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, x.type.layout))[None, :]
+    t = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     return sums_ptr + (2 * gl.program_id(0) + which) * (CHUNK * WIDTH) + (t * WIDTH + c)
 
 
@@ -277,7 +276,7 @@ def _queries(these, sums_ptr, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: g
             if sums_ptr is None:
                 d_q += read * rise[:, None]
             else:
-                d_q = read * rise[:, None] + gl.load(_waiting(sums_ptr, 0, read), mask=r > 0, other=0.0)
+                d_q = read * rise[:, None] + gl.load(_waiting(sums_ptr, 0, WIDTH, by_key), mask=r > 0, other=0.0)
             mbarrier.wait(barrier_of(full, VALUE, at, PLACES), parity)
             mbarrier.wait(barrier_of(full, LOW, at, PLACES), parity)
             by_value = dv.load(by_row).to(gl.float32) + low.load(by_row).to(gl.float32)
@@ -289,7 +288,7 @@ def _queries(these, sums_ptr, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: g
             d_q = warpgroup_mma(A.slice(0, CHUNK, 1), k, d_q, is_async=True)
             d_q = warpgroup_mma_wait(0, deps=[d_q])
             if sums_ptr is not None:
-                gl.store(_waiting(sums_ptr, 0, d_q), d_q, mask=r < R - 1)
+                gl.store(_waiting(sums_ptr, 0, WIDTH, by_key), d_q, mask=r < R - 1)
             mbarrier.wait(handed.index(A_USED), again)
             turn += 1
         mbarrier.arrive(barrier_of(empty, Q, place_of(i, zero, PLACES), PLACES), count=1)
@@ -364,7 +363,7 @@ def _keys(these, sums_ptr, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.c
             gl.store(rows + 8 * apart + token, gl.sum(k.load(by_key).to(gl.float32) * erased, 1))
             d_k -= erased * rise[:, None]
             if sums_ptr is not None:
-                d_k += gl.load(_waiting(sums_ptr, 1, d_k), mask=r > 0, other=0.0)
+                d_k += gl.load(_waiting(sums_ptr, 1, WIDTH, by_key), mask=r > 0, other=0.0)
             mbarrier.wait(handed.index(A_THERE), again)
             d_k = warpgroup_mma(A.slice(CHUNK, CHUNK, 1).permute((1, 0)), q, d_k, is_async=True)
             d_k = warpgroup_mma(A.slice(0, CHUNK, 1).permute((1, 0)), q, d_k, is_async=True)
@@ -377,7 +376,7 @@ def _keys(these, sums_ptr, offsets_ptr, sizes, WHOLE: gl.constexpr, PLACES: gl.c
             d_k = warpgroup_mma(E.slice(0, CHUNK, 1).permute((1, 0)), k, d_k, is_async=True)
             d_k = warpgroup_mma_wait(0, deps=[d_k])
             if sums_ptr is not None:
-                gl.store(_waiting(sums_ptr, 1, d_k), d_k, mask=r < R - 1)
+                gl.store(_waiting(sums_ptr, 1, WIDTH, by_key), d_k, mask=r < R - 1)
             turn += 1
         mbarrier.arrive(barrier_of(empty, Q, place_of(i, zero, PLACES), PLACES), count=1)
         _stored(d_k, tiles[D_K].index(turn * zero), out_there, d_k_ptr, t0, group, left, H // R, zero, WHOLE)
