@@ -192,4 +192,4 @@ def left() -> Any:
 def test_what_is_left_and_what_is_refused(worlds: Worlds) -> None:
     for (skipped,), refused in worlds(2).run(left):
         assert skipped[0] == "vae" and "AutoencoderKLCogVideoX cannot be split by rows" in skipped[1]
-        assert "pipeline is a object without transformer" in refused
+        assert "pipeline is an object without transformer" in refused
