@@ -115,7 +115,8 @@ def _refusal(named: str | None) -> str | None:
     tool, driver = ptxas_for(HOPPER) or _tool("ptxas"), _driver()
     if tool is not None and _right(tool) and _loads(tool):
         return None
-    what, right = "no ptxas" if tool is None else f"ptxas {tool.version}", "12.9 or newer but 13.0"
+    what = "no ptxas" if tool is None else f"ptxas {tool.version}"
+    right = "{}.{} or newer but {}.{}".format(*RIGHT, *WRONG)
     there = f"Triton brings {what}" if named is None else f"{NAMED} names {what}"
     if named is not None and not _is(tool, named):
         there = f"{NAMED} names none that runs, {named}; Triton brings {what}"
@@ -137,7 +138,7 @@ def describe_ptxas() -> str:
             f"{named}, as {NAMED} says" if _is(tool, named) else f"ptxas {tool.version}: {NAMED} names none that runs"
         )
     tool = ptxas_for(HOPPER)
-    return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the newest that Triton brings"
+    return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the newest of Triton's that is right"
 
 
 def _is(tool: Any, named: str) -> bool:
