@@ -181,7 +181,7 @@ def _compiled(launch: Launch, target: Target) -> dict[str, Any]:
     if hasattr(triton.knobs.nvidia, "dump_ptxas_log"):
         triton.knobs.nvidia.dump_ptxas_log = True
     with contextlib.redirect_stdout(log), assembling(target.arch):
-        compiled = retry_failed_passes(lambda: launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta))
+        compiled = retry_failed_passes(launch.compiled)
     seconds = _processor() - began
     metadata, asm = compiled.metadata, compiled.asm
     read = _of_amd(asm["amdgcn"]) if target.kind == "hip" else _of_nvidia(asm, log.getvalue(), target)

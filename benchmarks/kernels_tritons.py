@@ -24,6 +24,8 @@ import triton
 from kernels_compile import say
 from kernels_page import NAMES, Row, differences, name_of, table
 
+from foci.core.tune import PROVEN
+
 IDENTITIES = "identities"  # of a row: what its launches were compiled of (kernels_compile.identity)
 DAYS = 31  # after so many every kernel has been compiled again
 
@@ -48,7 +50,8 @@ class Others:
         """Compile all, or `partly`, by this version and say what differs from this Triton's; 1 where no GPU could run
         something.
 
-        With `check` what differs from the version's own table, if there is one, and 1 where anything does.
+        With `check` what differs from the version's own table, if there is one, and 1 where anything does; and what
+        its inside no longer has, which is wrong where foci takes that version for proven.
         """
         with tempfile.TemporaryDirectory(prefix="foci-triton-") as folder:
             out = Path(folder) / "lines.jsonl"
@@ -58,6 +61,7 @@ class Others:
             known = ["--known", *kept] if (check or write) and (kept := self._kept()) else []
             ended = subprocess.run([python, *command, *known, "--out", out], check=False, stdout=subprocess.DEVNULL)
             made = out.read_text() if out.exists() else ""
+            failed = _failing(python) if check else ""
         head, *rows = [json.loads(line) for line in made.splitlines()] or [{}]
         if not rows or ended.returncode not in (0, 1):  # 1: something is wrong, which the table says
             say(f"Triton {version} gave no table, exit code {ended.returncode}")
@@ -74,6 +78,12 @@ class Others:
             own.write_text(made)
             say(f"wrote {own.name}; docs/kernels.md has it by: python benchmarks/kernels.py --write")
         wrong = head["wrong"] + (lines if check and beside == head["triton"] else [])
+        if failed:
+            said = f"Triton {head['triton']}: what foci takes from inside it is not as it was\n{failed}"
+            if head["triton"][:4] in PROVEN:
+                wrong.append(said)
+            else:
+                print(said)
         print("\n".join(wrong if check else [*head["wrong"], *lines]))
         return int(bool(wrong))
 
@@ -86,6 +96,14 @@ def recalled(paths: Iterable[Path], today: date) -> dict[str, Row]:
         found |= dict.fromkeys(row[IDENTITIES], record)
     due = today.toordinal() % DAYS
     return {identity: record for identity, record in found.items() if int(identity, 16) % DAYS != due}
+
+
+def _failing(python: Path) -> str:
+    """What tests say, where one fails, of the code that is written against the inside of Triton."""
+    tests = [f"tests/core/test_{name}.py" for name in ("ahead", "assembler", "replay", "tensor_maps", "tune")]
+    command = [python, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *tests]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[1], check=False, capture_output=True, text=True)
+    return ended.stdout + ended.stderr if ended.returncode else ""
 
 
 def _environment(folder: Path, version: str) -> Path | None:

@@ -101,7 +101,7 @@ def compiled(launch: Launch, target: Target, launcher: bool = True) -> bool:
     driver.set_active(Offline(gpu(target)))
     try:
         with assembling(target.arch):
-            kernel = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.meta)
+            kernel = launch.compiled()
         if launcher:
             launchable(kernel)
     except Exception:  # the laws meet it again and say why

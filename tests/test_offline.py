@@ -217,7 +217,7 @@ def another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_tritons: An
 
     def ask(
         rows: list[dict[str, Any]], known: list[dict[str, Any]] | None, wrong: Sequence[str] = (), ended: int = 0,
-        **how: bool,
+        failing: str = "", **how: bool,
     ) -> int:  # fmt: skip
         def write(path: Path, version: str, rows: list[dict[str, Any]], wrong: Sequence[str] = ()) -> None:
             lines = [{"triton": version, "wrong": list(wrong)}, *rows]
@@ -234,6 +234,7 @@ def another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_tritons: An
         if known is not None:
             write(others.path("3.6.0"), "3.6.0", known)
         monkeypatch.setattr(kernels_tritons, "_environment", lambda folder, version: Path("python"))
+        monkeypatch.setattr(kernels_tritons, "_failing", lambda python: failing)
         monkeypatch.setattr(kernels_tritons.subprocess, "run", run)
         return others.ask("3.6.0", ["kernels.py"], **({"write": False, "check": True} | how))
 
@@ -289,6 +290,28 @@ def test_another_triton_is_held_to_its_own_table_and_without_one_to_what_a_gpu_a
 ) -> None:  # fmt: skip
     assert another(rows, known, wrong) == code
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_a_triton_whose_inside_is_another_is_told_of_and_wrong_where_it_is_proven(
+    proven: bool, another: Callable[..., int], kernels_tritons: Any, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(kernels_tritons, "PROVEN", ("3.6.",) if proven else ("3.7.",))
+    assert another([ROW], [ROW], failing="1 failed") == proven
+    said = capsys.readouterr().out
+    assert "Triton 3.6.0: what foci takes from inside it is not as it was\n1 failed" in said
+    assert another([ROW], [ROW], failing="1 failed", check=False) == 0
+
+
+def test_what_is_written_against_the_inside_of_triton_is_asked(kernels_tritons: Any, tmp_path: Path) -> None:
+    """By this Python and its Triton, and by one whose tests fail."""
+    assert kernels_tritons._failing(Path(sys.executable)) == ""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 1 failed of $*\nexit 1\n")
+    python.chmod(0o755)
+    said = kernels_tritons._failing(python)
+    assert said.startswith("1 failed of -m pytest") and "tests/core/test_tune.py" in said
 
 
 def test_kernels_that_vanished_are_said_to_be_gone_and_none_is_no_table(

@@ -151,10 +151,10 @@ def compiled(task: Task) -> str:
         launches.clear()
         run()
     kernels = []
-    for kernel, grid, arguments, meta in launches:
-        if task.config is None or task.config.meta.items() <= meta.items():
+    for launch in launches:
+        if task.config is None or task.config.meta.items() <= launch.meta.items():
             with assembling(task.target.arch):
-                kernels.append(kernel.warmup(*arguments, grid=grid, **meta))
+                kernels.append(launch.compiled())
             if (shared := kernels[-1].metadata.shared) > task.target.shared:
                 return f"{shared} bytes of shared memory, the GPU has {task.target.shared}"
     for kernel in kernels:

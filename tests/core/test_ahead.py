@@ -106,9 +106,9 @@ def test_what_a_call_launches_is_there_when_it_comes_and_was_made_beside_each_ot
     assert len(threads) == 2 and threading.get_ident() not in threads
     assert found_on_disk == [False, False]
     assert not any(launch.kernel.device_caches[DEVICE][0] for launch in launches)  # in memory Triton has what it had
-    for kernel, grid, arguments, meta in launches:
+    for launch in launches:
         with assembling(90):
-            kernel.warmup(*arguments, grid=grid, **meta)
+            launch.compiled()
     assert found_on_disk == [False, False, True, True]
 
 
@@ -172,9 +172,9 @@ def test_a_launcher_that_fails_is_left_to_the_launch(
     monkeypatch.setattr(offline, "launcher_cls", fails)
     said = ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True)
     assert said == "RuntimeError: Failed to find C compiler"
-    for kernel, grid, arguments, meta in launches:
+    for launch in launches:
         with assembling(90):
-            kernel.warmup(*arguments, grid=grid, **meta)
+            launch.compiled()
     assert found_on_disk == [False, False, True, True]
 
 
@@ -215,8 +215,8 @@ def test_who_is_interrupted_leaves_no_mode_behind_and_to_each_thread_its_assembl
         done.wait()
     with assembling(90):
         assert used == [triton.knobs.nvidia.ptxas.version] * 2
-        for kernel, grid, arguments, meta in launches:
-            kernel.warmup(*arguments, grid=grid, **meta)
+        for launch in launches:
+            launch.compiled()
     assert found_on_disk == [False, False, True, True]
     for thread in threading.enumerate():
         if thread.name.startswith("ThreadPoolExecutor"):
@@ -255,11 +255,11 @@ def test_a_compilation_that_fails_fails_where_it_is_wanted_and_not_once_it_is_cu
         watching(patch, launches, full)
         said = ahead.compile_ahead(SPEC.backend("triton").load().forward, call(), True)
         assert said == "OSError: [Errno 28] No space left on device"
-        for kernel, grid, arguments, meta in launches:
+        for launch in launches:
             with pytest.raises(OSError, match="No space left"):
-                kernel.warmup(*arguments, grid=grid, **meta)
-    for kernel, grid, arguments, meta in launches:
-        assert kernel.warmup(*arguments, grid=grid, **meta).metadata.shared >= 0
+                launch.compiled()
+    for launch in launches:
+        assert launch.compiled().metadata.shared >= 0
 
 
 def test_where_hooks_listen_or_a_mode_is_the_users_own_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,6 @@ def test_maps_joined_one_after_another(count: int, step: int) -> None:
 
 
 @pytest.mark.usefixtures("halves")
-@pytest.mark.skipif(not interpreting(), reason="a tensor map wants an allocator, which a launch of ours brings")
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_turned_maps_joined_one_after_another(count: int) -> None:
     """Of bfloat16 in two; every second one, as those of two heads, from the second on."""

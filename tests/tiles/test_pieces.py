@@ -115,7 +115,6 @@ def test_a_piece_is_slow_by_the_chunks_before_it_alone(kind: str, far: int, stil
     )
 
 
-@pytest.mark.skipif(not interpreting(), reason="a tensor map wants an allocator, which a launch of ours brings")
 @pytest.mark.parametrize("wrong", [None, math.nan, math.inf])
 def test_what_is_forgotten_leaves_nothing_but_what_is_no_number(wrong: float | None) -> None:
     x, out = torch.randn(128, 16, device=DEVICE).bfloat16(), torch.empty(16, device=DEVICE)

@@ -12,7 +12,7 @@ from foci.tiles.random import kept, row_coins
 from tests.ops.in_triton import DEVICE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["b", "h"])
 def _coins(seed_ptr, out_ptr, b, h, threshold, PLACED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
     t, s = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S)
     row = row_coins(seed_ptr, b, h, t, PLACED)

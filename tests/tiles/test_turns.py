@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from foci.tiles.turns import begin_next, flagged, wait_for_last
+from tests.ops.in_triton import DEVICE
 
 
 @triton.jit
@@ -20,7 +21,7 @@ def kernel(out_ptr, flags_ptr, count, stride, BESIDE: tl.constexpr):  # type: ig
 @pytest.mark.parametrize(("count", "stride"), [(0, 3), (1, 1), (63, 2), (64, 5), (65, 3), (200, 7)])
 def test_the_flags_of_one_head_are_seen_and_no_other(count: int, stride: int) -> None:
     """Of `stride` heads side by side: this one's, each in its turn, then all of the others and what lies behind."""
-    flags, out = torch.zeros(count + 2, stride, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    flags, out = (torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in ((count + 2, stride), (1,)))
     for place in range(count):
         flags.zero_()[place, 0] = 1
         kernel[(1,)](out, flags, count, stride, BESIDE=False)

@@ -64,16 +64,16 @@ def _compilations(launches: list[Launch]) -> list[Callable[[], Any]]:
     """
 
     class Asking(sys.modules["triton"].AsyncCompileMode):  # type: ignore[misc]
-        def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
+        def submit(self, key: Any, compile_fn: Any, *_: Any) -> Any:
             found.setdefault(key, compile_fn)
             raise _Intercepted  # before Triton notes that it is being compiled
 
     found: dict[Any, Callable[[], Any]] = {}
-    for kernel, grid, arguments, meta in launches:
-        if not kernel.pre_run_hooks:
+    for launch in launches:
+        if not launch.kernel.pre_run_hooks:
             try:
                 with Asking(None):
-                    kernel.warmup(*arguments, grid=grid, **meta)
+                    launch.compiled()
             except _Intercepted:
                 continue
     return [*reversed(found.values())]

@@ -25,14 +25,19 @@ def tensor_of(x: Any) -> Any:
     return x.base if is_map(x) else x
 
 
+_WRAPPERS = {f"{name}.<locals>.inner" for name in ("wrap_handle_tensordesc", "wrap_handle_tensordesc_impl")}  # 3.9
+
+
 def c_launcher(launch: Any) -> tuple[Any, Sequence[Any]]:
     """The C launcher beneath Triton's Python wrapper for tensor descriptors, and the metadata that encodes each.
 
     Verified against the source of Triton's NVIDIA driver; (None, ()) for any other, or where descriptors are not TMA.
     """
-    if getattr(launch, "__qualname__", "") != "wrap_handle_tensordesc.<locals>.inner":
+    if getattr(launch, "__qualname__", "") not in _WRAPPERS:
         return None, ()
     closure = dict(zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True))
+    if closure.get("make_tensordesc_arg", _encode()) is not _encode():
+        return None, ()
     metadata = closure.get("tensordesc_meta") or [None]
     return (closure["launcher"], metadata) if None not in metadata and callable(closure.get("launcher")) else (None, ())
 
@@ -43,12 +48,18 @@ def makers(launch: Any, arguments: Sequence[Any]) -> list[Callable[[int], Any]]:
     return [_maker(x, each) for x, each in zip(found, metadata, strict=True)] if len(metadata) == len(found) else []
 
 
+def _encode() -> Any:
+    """Triton's function that asks the driver for a tensor map."""
+    return sys.modules["triton.backends.nvidia.driver"].make_tensordesc_arg
+
+
 def _maker(x: Any, metadata: Any) -> Callable[[int], Any]:
-    make = sys.modules["triton.backends.nvidia.driver"].make_tensordesc_arg
+    make = _encode()
+    rest = (None,) * (make.__code__.co_argcount - 2)  # since Triton 3.9 the launch's head, which NVIDIA's ignores
     like = {name: value for name, value in vars(x).items() if name != "base"}  # keep no reference to the tensor
 
     @functools.lru_cache(_MOST)
     def made(address: int) -> Any:
-        return make(SimpleNamespace(base=SimpleNamespace(data_ptr=lambda: address), **like), metadata)[0]
+        return make(SimpleNamespace(base=SimpleNamespace(data_ptr=lambda: address), **like), metadata, *rest)[0]
 
     return made

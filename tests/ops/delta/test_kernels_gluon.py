@@ -247,7 +247,9 @@ def test_what_is_no_number_is_never_forgotten(
         assert y.isfinite().equal(wanted.isfinite())
 
 
-@pytest.mark.parametrize(("version", "known"), [("3.6.0", True), ("3.7.1", True), ("3.5.1", False), ("3.9.0", False)])
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.6.0", True), ("3.7.1", True), ("3.9.0", True), ("3.5.1", False), ("3.8.0", False)]
+)
 def test_it_is_asked_of_tritons_that_compile_it_and_not_of_the_interpreter(
     version: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

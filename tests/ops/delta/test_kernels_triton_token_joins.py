@@ -45,7 +45,8 @@ def test_maps_are_made_where_whole_sequences_fill_a_quarter_of_the_gpu(
 
 
 @pytest.mark.parametrize(("T", "wanted"), [(2048, False), (2049, True)])
-def test_none_are_made_where_no_piece_can_be_slow(T: int, wanted: bool) -> None:
+def test_none_are_made_where_no_piece_can_be_slow(T: int, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "with_gluon", lambda: False)  # where nothing runs, on Hopper too
     call = call_of(T, 16)
     assert joins.few(call, HOPPER, 4) and joins.by_maps(call, HOPPER, 4) == wanted
     with tune.record_launches(HOPPER) as launches:
@@ -62,8 +63,9 @@ def test_none_are_made_where_no_piece_can_be_slow(T: int, wanted: bool) -> None:
     ],
 )
 def test_few_heads_of_long_sequences_are_joined_by_maps_in_both_directions(
-    T: int, H: int, documents: int, by_maps: bool
+    T: int, H: int, documents: int, by_maps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gpu, "with_gluon", lambda: False)
     call = call_of(T, H, 1, documents)
     with tune.record_launches(HOPPER) as launches:
         outputs = gpu.forward(call, True)
