@@ -1,4 +1,4 @@
-"""Hopper's kernels are assembled by the newest assembler there is; the user's choice wins, and nothing else changes."""
+"""Hopper's kernels are assembled by the oldest that is right; the user's choice wins, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from foci.cli_tune_ahead import Offline, gpu
 from foci.core import assembler
 from foci.core.assembler import (
     HOPPER,
-    NAMED,
+    RIGHT,
+    SETTINGS,
     _forget,
     _refusal,
     assembling,
@@ -25,6 +26,7 @@ from foci.core.assembler import (
     ptxas_for,
     refusal,
     retry_failed_passes,
+    setting,
 )  # fmt: skip
 from foci.core.tune import TARGETS
 
@@ -32,16 +34,29 @@ triton = pytest.importorskip("triton")
 nvidia = triton.knobs.nvidia
 
 
-def versions() -> list[tuple[int, ...]]:
-    return [tuple(map(int, tool.version.split("."))) for tool in (nvidia.ptxas, nvidia.ptxas_blackwell)]
+SETTING = setting()
+NAMED = SETTINGS[SETTING]
+OURS = min(version for tool in SETTINGS if (version := assembler._version(getattr(nvidia, tool))) >= RIGHT)
+
+
+def used() -> tuple[int, ...]:
+    """The version of that which Triton takes for Hopper."""
+    return assembler._version(getattr(nvidia, SETTING))
+
+
+def path() -> str:
+    return getattr(nvidia, SETTING).path
 
 
 @pytest.fixture(autouse=True)
 def unnamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(NAMED, raising=False)
+    for name in SETTINGS.values():
+        monkeypatch.delenv(name, raising=False)
     _refusal.cache_clear()
+    setting.cache_clear()
     yield
     _refusal.cache_clear()
+    setting.cache_clear()
 
 
 def brings(monkeypatch: pytest.MonkeyPatch, driver: int | None, **tools: str) -> None:
@@ -57,33 +72,41 @@ def brings(monkeypatch: pytest.MonkeyPatch, driver: int | None, **tools: str) ->
     monkeypatch.setattr(assembler, "_driver", lambda: driver)
 
 
-def test_hopper_gets_the_newest_that_triton_brings_and_everything_is_as_before_afterwards() -> None:
-    before, environment, newest = nvidia.ptxas.path, dict(os.environ), max(versions())
+def test_hopper_gets_the_oldest_that_is_right_and_everything_is_as_before_afterwards() -> None:
+    before, environment = path(), dict(os.environ)
     with assembling(HOPPER):
-        assert versions()[0] == newest
-    assert nvidia.ptxas.path == before and dict(os.environ) == environment
+        assert used() == OURS
+    assert path() == before and dict(os.environ) == environment
+
+
+def test_it_is_set_where_triton_looks_for_it() -> None:
+    """Since 3.9 where Blackwell's is."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    with assembling(HOPPER):
+        assert compiler.get_ptxas(HOPPER).version == ".".join(map(str, OURS))
+    assert (SETTING == "ptxas") == (tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
 def test_also_after_a_compiler_that_fails() -> None:
-    before, environment = nvidia.ptxas.path, dict(os.environ)
+    before, environment = path(), dict(os.environ)
     with pytest.raises(RuntimeError, match="no"), assembling(HOPPER):
         raise RuntimeError("no")
-    assert nvidia.ptxas.path == before and dict(os.environ) == environment
+    assert path() == before and dict(os.environ) == environment
 
 
 @pytest.mark.parametrize("arch", [target.arch for name, target in TARGETS.items() if name != "sm_90"])
 def test_no_other_architecture_is_touched(arch: int) -> None:
     before = nvidia.ptxas.path, nvidia.ptxas_blackwell.path
     with assembling(arch):
-        assert (nvidia.ptxas.path, nvidia.ptxas_blackwell.path) == before and NAMED not in os.environ
+        assert (nvidia.ptxas.path, nvidia.ptxas_blackwell.path) == before
     assert ptxas_for(arch) is None
 
 
 def test_the_assembler_that_a_user_names_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = nvidia.ptxas.path
+    theirs = path()
     monkeypatch.setenv(NAMED, theirs)
     with assembling(HOPPER):
-        assert nvidia.ptxas.path == theirs
+        assert path() == theirs
     assert os.environ[NAMED] == theirs
     monkeypatch.setenv(NAMED, right := nvidia.ptxas_blackwell.path)
     assert describe_ptxas() == f"{right}, as {NAMED} says"
@@ -98,15 +121,15 @@ def test_so_does_one_that_is_chosen_through_triton() -> None:
 
 def test_within_another_it_stays() -> None:
     with assembling(HOPPER):
-        first = nvidia.ptxas.path
+        first = path()
         with assembling(HOPPER):
-            assert nvidia.ptxas.path == first
-        assert nvidia.ptxas.path == first
+            assert path() == first
+        assert path() == first
 
 
 def test_who_compiles_beside_another_gets_it_for_the_whole_time() -> None:
     """Also when the one who came first has gone; the last takes the choice back."""
-    before, environment, newest, seen = nvidia.ptxas.path, dict(os.environ), max(versions()), []
+    before, environment, seen = path(), dict(os.environ), []
     both = threading.Barrier(2, timeout=10)
 
     def first() -> None:
@@ -117,14 +140,14 @@ def test_who_compiles_beside_another_gets_it_for_the_whole_time() -> None:
         with assembling(HOPPER):
             both.wait()
             one.join(10)
-            seen.append(versions()[0])
+            seen.append(used())
 
     one, two = threading.Thread(target=first), threading.Thread(target=second)
     one.start()
     two.start()
     two.join(20)
-    assert seen == [newest] and not one.is_alive()
-    assert nvidia.ptxas.path == before and dict(os.environ) == environment
+    assert seen == [OURS] and not one.is_alive()
+    assert path() == before and dict(os.environ) == environment
 
 
 @pytest.mark.parametrize(
@@ -133,12 +156,14 @@ def test_who_compiles_beside_another_gets_it_for_the_whole_time() -> None:
         (13, {"ptxas": "12.8", "ptxas_blackwell": "13.1"}, "13.1"),
         (None, {"ptxas": "12.8", "ptxas_blackwell": "13.1"}, "13.1"),
         (12, {"ptxas": "12.9", "ptxas_blackwell": "13.4"}, "12.9"),
+        (13, {"ptxas": "12.9", "ptxas_blackwell": "13.4"}, "12.9"),
+        (13, {"ptxas": "13.0", "ptxas_blackwell": "13.4"}, "13.4"),
         (12, {"ptxas_blackwell": "12.9"}, "12.9"),
         (None, {"ptxas": "12.9"}, "12.9"),
         (13, {"ptxas": "12.9", "ptxas_blackwell": "13.0"}, "12.9"),
     ],
 )
-def test_the_newest_is_one_that_is_there_and_that_the_driver_loads(
+def test_the_oldest_that_is_right_is_one_that_is_there_and_that_the_driver_loads(
     driver: int | None, tools: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brings(monkeypatch, driver, **tools)
@@ -150,9 +175,9 @@ def test_the_newest_is_one_that_is_there_and_that_the_driver_loads(
     [
         (12, {"ptxas": "12.8", "ptxas_blackwell": "13.1"}, "ptxas 12.8, and Hopper needs {}, of CUDA 12 at most, as"),
         (None, {"ptxas": "12.8"}, "ptxas 12.8, and Hopper needs {}: others miscompile"),
-        (None, {"ptxas": "12.8", "ptxas_blackwell": "13.0"}, "ptxas 13.0, and Hopper needs {}: others miscompile"),
+        (None, {"ptxas": "12.8", "ptxas_blackwell": "13.0"}, "ptxas 12.8, and Hopper needs {}: others miscompile"),
         (None, {}, "no ptxas, and Hopper needs {}: others miscompile"),
-        (12, {"ptxas": "13.1"}, "ptxas 13.1, and Hopper needs {}, of CUDA 12 at most, as the driver"),
+        (12, {"ptxas": "13.1", "ptxas_blackwell": "13.1"}, "ptxas 13.1, and Hopper needs {}, of CUDA 12 at most, as the driver"),
     ],
 )
 def test_where_none_is_right_hopper_is_refused(
@@ -166,13 +191,13 @@ def test_where_none_is_right_hopper_is_refused(
 
 
 def test_so_is_one_that_a_user_names_and_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    brings(monkeypatch, None, ptxas="12.8", ptxas_blackwell="13.1")
+    brings(monkeypatch, None, **dict.fromkeys(SETTINGS, "13.1") | {SETTING: "12.8"})
     assert refusal() is None
-    monkeypatch.setenv(NAMED, "ptxas")  # as `brings` calls its path
+    monkeypatch.setenv(NAMED, SETTING)  # as `brings` calls its path
     assert refusal().startswith(f"{NAMED} names ptxas 12.8, and Hopper needs 12.9 or newer")
     monkeypatch.setenv(NAMED, "/none")  # Triton takes its own then
     assert refusal().startswith(f"{NAMED} names none that runs, /none; Triton brings ptxas 12.8, and Hopper needs")
-    brings(monkeypatch, None, ptxas="12.9")
+    brings(monkeypatch, None, **{SETTING: "12.9"})
     _refusal.cache_clear()
     assert refusal() is None and describe_ptxas() == f"ptxas 12.9: {NAMED} names none that runs"
 
@@ -191,7 +216,7 @@ def test_who_finds_none_leaves_no_choice_undone_for_the_next(monkeypatch: pytest
         with pytest.raises(RuntimeError, match="none"), assembling(HOPPER):
             pass
     with assembling(HOPPER):
-        assert versions()[0] == max(versions())
+        assert used() == OURS
 
 
 def test_without_triton_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,17 +233,17 @@ def test_a_kernel_is_really_assembled_by_it(tmp_path, monkeypatch: pytest.Monkey
         triton.knobs.cache.dir = str(tmp_path)
         with assembling(HOPPER):
             compiled = jit.warmup(torch.float32, grid=(1,))
-    newest = ".".join(map(str, max(versions())))
+    ours = ".".join(map(str, OURS))
     signed = {found.decode() for found in re.findall(rb"release (\d+\.\d+)", compiled.asm["cubin"])}
     if not signed:
-        pytest.skip(f"ptxas {newest} does not sign what it assembles")
-    assert signed == {newest}
+        pytest.skip(f"ptxas {ours} does not sign what it assembles")
+    assert signed == {ours}
 
 
 def test_what_another_assembler_made_of_a_kernel_before_is_not_found_on_disk(tmp_path, monkeypatch) -> None:
     """Whichever kernel a process compiled first: Triton asks an assembler's version once, and finds kernels by it."""
-    if versions()[0] == max(versions()):
-        pytest.skip("Triton's own choice is the newest already")
+    if used() == OURS:
+        pytest.skip("Triton's own choice is ours already")
     monkeypatch.setattr(triton.runtime.driver, "_active", Offline(gpu(TARGETS["sm_90"])), raising=False)
 
     def compiled() -> Any:
@@ -230,7 +255,7 @@ def test_what_another_assembler_made_of_a_kernel_before_is_not_found_on_disk(tmp
         other = compiled()  # as of a foci that did not choose, or of someone else's kernels in this process
         with assembling(HOPPER):
             ours = compiled()
-        assert ours.hash != other.hash and _ptx(ours) > _ptx(other)
+        assert ours.hash != other.hash and _ptx(ours) != _ptx(other)
         assert compiled().hash == other.hash  # nor is ours given to whoever wants Triton's choice
         with assembling(HOPPER):
             assert compiled().hash == ours.hash

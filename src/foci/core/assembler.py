@@ -1,10 +1,11 @@
-"""Compile kernels for Hopper with the newest ptxas that Triton ships and the driver loads, not with Triton's choice.
+"""Compile kernels for Hopper with the oldest ptxas of Triton's that is right and that the driver loads.
 
-Triton uses its ptxas 12.8 (from 3.8 on 12.9) for everything before Blackwell, and a newer one for Blackwell. On Hopper
-the old one miscompiles some chains of warpgroup products (wgmma) whose PTX the newer one assembles correctly: on an
-H200 the delta rule's backward had gradients wrong by 0.8 of their size, or illegal memory accesses, at 3 of 16 block
-sizes (Triton 3.6; triton#11366, triton#11781, fla#984). Both take the same PTX, so kernels stay as they are. Triton's
-disk cache is keyed by the ptxas version among other things, so binaries of the old one are not reused.
+Triton ships two. For Hopper 3.6 and 3.7 use the older, ptxas 12.8, which miscompiles some chains of warpgroup products
+(wgmma) whose PTX 12.9 assembles correctly: on an H200 the delta rule's backward had gradients wrong by 0.8 of their
+size, or illegal memory accesses, at 3 of 16 block sizes (Triton 3.6; triton#11366, triton#11781, fla#984). 3.9 uses the
+newer, 13.4, which is right and spills where its older one, 12.9, does not (docs/h200.md: By Triton 3.9). All take the
+same PTX, so kernels stay as they are. Triton's disk cache is keyed by the ptxas version among other things, so binaries
+of another one are not reused.
 
 A driver loads what a ptxas of its own major version of CUDA has made, or of one before: ptxas 13 marks its binaries as
 of another ABI. Triton 3.7 ships 12.8 and 13.1, so with a driver of CUDA 12 it has none that is right: kernels are
@@ -24,10 +25,13 @@ from typing import Any
 
 from foci.core.device import constant
 
-HOPPER = 90
+HOPPER, BLACKWELL = 90, 100
 RIGHT = (12, 9)  # the oldest ptxas that assembles foci's kernels as their PTX says, by all laws on an H200
 WRONG = (13, 0)  # a newer one that does not: stores to wrong addresses of shared memory (fla#1262)
-NAMED = "TRITON_PTXAS_PATH"  # environment variable by which a user chooses a ptxas; it takes precedence
+SETTINGS = {  # Triton's of a ptxas, and the environment variables by which a user chooses it, who takes precedence
+    "ptxas": "TRITON_PTXAS_PATH",
+    "ptxas_blackwell": "TRITON_PTXAS_BLACKWELL_PATH",
+}
 
 
 class _Choice:
@@ -42,7 +46,7 @@ class _Choice:
                 nvidia = sys.modules["triton"].knobs.nvidia
                 self.undo.callback(_forget)
                 self.undo.enter_context(nvidia.scope())
-                nvidia.ptxas = tool.path
+                setattr(nvidia, setting(), tool.path)
                 _forget()
             self.inside += 1
 
@@ -98,33 +102,49 @@ def _forget() -> None:
 
 def ptxas_for(arch: int) -> Any:
     """The ptxas (`path`, `version`) to use instead of Triton's choice; None to keep Triton's."""
-    if arch != HOPPER or NAMED in os.environ:
+    if arch != HOPPER or "triton" not in sys.modules or SETTINGS[setting()] in os.environ:
         return None
-    tools = [tool for name in ("ptxas", "ptxas_blackwell") if (tool := _tool(name)) is not None and _loads(tool)]
-    return max(tools, key=lambda tool: (_right(tool), _version(tool)), default=None)
+    tools = [tool for name in SETTINGS if (tool := _tool(name)) is not None and _loads(tool)]
+    return min(filter(_right, tools), key=_version, default=next(iter(tools), None))
+
+
+@functools.cache
+def setting() -> str:
+    """Which of its settings Triton assembles Hopper's kernels by: Blackwell's since 3.9, until then all others'."""
+    return "ptxas_blackwell" if _chosen(HOPPER) == _chosen(BLACKWELL) else "ptxas"
+
+
+def _chosen(arch: int) -> str | None:
+    """The ptxas that Triton takes for this architecture; None where it finds none."""
+    try:
+        path: str = sys.modules["triton.backends.nvidia.compiler"].get_ptxas(arch).path
+    except RuntimeError:  # Triton's words: Cannot find ptxas-blackwell
+        return None
+    return path
 
 
 @constant
 def refusal() -> str | None:
     """Why no kernel for Hopper would be assembled as its PTX says; None if all would, or Triton is not imported."""
-    return _refusal(os.environ.get(NAMED)) if "triton" in sys.modules else None
+    return _refusal(os.environ.get(SETTINGS[setting()])) if "triton" in sys.modules else None
 
 
 @functools.cache
 def _refusal(named: str | None) -> str | None:
-    tool, driver = ptxas_for(HOPPER) or _tool("ptxas"), _driver()
+    tool, driver = ptxas_for(HOPPER) or _tool(setting()), _driver()
     if tool is not None and _right(tool) and _loads(tool):
         return None
     what = "no ptxas" if tool is None else f"ptxas {tool.version}"
     right = "{}.{} or newer but {}.{}".format(*RIGHT, *WRONG)
-    there = f"Triton brings {what}" if named is None else f"{NAMED} names {what}"
+    name = SETTINGS[setting()]
+    there = f"Triton brings {what}" if named is None else f"{name} names {what}"
     if named is not None and not _is(tool, named):
-        there = f"{NAMED} names none that runs, {named}; Triton brings {what}"
+        there = f"{name} names none that runs, {named}; Triton brings {what}"
     if driver is not None:
         right += f", of CUDA {driver} at most, as the driver is"
     return (
         f"{there}, and Hopper needs {right}: others miscompile its kernels (triton#11366, fla#1262); name one by "
-        f"{NAMED}, as that of the package nvidia-cuda-nvcc-cu12"
+        f"{name}, as that of the package nvidia-cuda-nvcc-cu12"
     )
 
 
@@ -132,13 +152,12 @@ def describe_ptxas() -> str:
     """Which ptxas Hopper's kernels are compiled with, in words."""
     if (reason := refusal()) is not None:
         return f"none: {reason}"
-    if (named := os.environ.get(NAMED)) is not None:
-        tool = _tool("ptxas")
-        return (
-            f"{named}, as {NAMED} says" if _is(tool, named) else f"ptxas {tool.version}: {NAMED} names none that runs"
-        )
+    name = SETTINGS[setting()] if "triton" in sys.modules else ""
+    if (named := os.environ.get(name)) is not None:
+        tool = _tool(setting())
+        return f"{named}, as {name} says" if _is(tool, named) else f"ptxas {tool.version}: {name} names none that runs"
     tool = ptxas_for(HOPPER)
-    return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the newest of Triton's that is right"
+    return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the oldest of Triton's that is right"
 
 
 def _is(tool: Any, named: str) -> bool:

@@ -211,7 +211,7 @@ def _walk(  # type: ignore[no-untyped-def]
         at, none = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, by_key)), S[0] * 0.0  # type: ignore[misc]
         for tile in gl.static_range(1, TILES):
             none += S[tile] * 0.0
-        gl.store(lost_ptr + at, gl.max(gl.where(none == 0.0, 0, 1), 1))
+        gl.store(lost_ptr + at, gl.where(gl.sum(none, 1) == 0.0, 0, 1))
     if last:
         for tile in gl.static_range(TILES):  # addresses kept from before would cost registers
             c = (tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, by_key)) + zero)[None, :]
