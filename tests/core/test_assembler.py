@@ -177,7 +177,7 @@ def test_the_oldest_that_is_right_is_one_that_is_there_and_that_the_driver_loads
         (None, {"ptxas": "12.8"}, "ptxas 12.8, and Hopper needs {}: others miscompile"),
         (None, {"ptxas": "12.8", "ptxas_blackwell": "13.0"}, "ptxas 12.8, and Hopper needs {}: others miscompile"),
         (None, {}, "no ptxas, and Hopper needs {}: others miscompile"),
-        (12, {"ptxas": "13.1", "ptxas_blackwell": "13.1"}, "ptxas 13.1, and Hopper needs {}, of CUDA 12 at most, as the driver"),
+        (12, dict.fromkeys(SETTINGS, "13.1"), "ptxas 13.1, and Hopper needs {}, of CUDA 12 at most, as the driver"),
     ],
 )
 def test_where_none_is_right_hopper_is_refused(
