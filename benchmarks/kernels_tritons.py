@@ -103,7 +103,7 @@ def _failing(python: Path) -> str:
     tests = [f"tests/core/test_{name}.py" for name in ("ahead", "assembler", "replay", "tensor_maps", "tune")]
     command = [python, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *tests]
     ended = subprocess.run(command, cwd=Path(__file__).parents[1], check=False, capture_output=True, text=True)
-    return ended.stdout + ended.stderr if ended.returncode else ""
+    return f"{ended.stdout}{ended.stderr}exit code {ended.returncode}" if ended.returncode else ""
 
 
 def _environment(folder: Path, version: str) -> Path | None:

@@ -312,6 +312,8 @@ def test_what_is_written_against_the_inside_of_triton_is_asked(kernels_tritons: 
     python.chmod(0o755)
     said = kernels_tritons._failing(python)
     assert said.startswith("1 failed of -m pytest") and "tests/core/test_tune.py" in said
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    assert kernels_tritons._failing(python) == "exit code -9"
 
 
 def test_kernels_that_vanished_are_said_to_be_gone_and_none_is_no_table(

@@ -87,6 +87,20 @@ def test_it_is_set_where_triton_looks_for_it() -> None:
     assert (SETTING == "ptxas") == (tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
+def test_the_setting_is_known_whatever_it_is_set_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their paths both were taken for Blackwell's where a user names one ptxas for all, and for good."""
+    for name in SETTINGS.values():
+        monkeypatch.setenv(name, nvidia.ptxas_blackwell.path)
+    setting.cache_clear()
+    assert setting() == SETTING
+
+
+def test_a_triton_without_nvidias_backend_refuses_nothing_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(assembler.sys.modules, "triton.backends.nvidia.compiler")
+    setting.cache_clear()
+    assert setting() == "ptxas" and refusal() is None and describe_ptxas()
+
+
 def test_also_after_a_compiler_that_fails() -> None:
     before, environment = path(), dict(os.environ)
     with pytest.raises(RuntimeError, match="no"), assembling(HOPPER):
@@ -114,9 +128,9 @@ def test_the_assembler_that_a_user_names_wins(monkeypatch: pytest.MonkeyPatch) -
 
 def test_so_does_one_that_is_chosen_through_triton() -> None:
     with nvidia.scope():
-        nvidia.ptxas = theirs = nvidia.ptxas.path
+        setattr(nvidia, SETTING, theirs := path())
         with assembling(HOPPER):
-            assert nvidia.ptxas.path == theirs
+            assert path() == theirs
 
 
 def test_within_another_it_stays() -> None:

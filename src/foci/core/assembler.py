@@ -3,9 +3,11 @@
 Triton ships two. For Hopper 3.6 and 3.7 use the older, ptxas 12.8, which miscompiles some chains of warpgroup products
 (wgmma) whose PTX 12.9 assembles correctly: on an H200 the delta rule's backward had gradients wrong by 0.8 of their
 size, or illegal memory accesses, at 3 of 16 block sizes (Triton 3.6; triton#11366, triton#11781, fla#984). 3.9 uses the
-newer, 13.4, which is right and spills where its older one, 12.9, does not (docs/h200.md: By Triton 3.9). All take the
-same PTX, so kernels stay as they are. Triton's disk cache is keyed by the ptxas version among other things, so binaries
-of another one are not reused.
+newer, 13.4, which is right and spills more than its older one, 12.9 (docs/h200.md: By Triton 3.9). Kernels stay as they
+are. Triton's disk cache is keyed by the ptxas version among other things, so binaries of another one are not reused.
+
+Triton's setting is of the whole process: what other threads compile meanwhile is assembled so too, and a kernel whose
+PTX was written before, for a newer ptxas, may be refused by this one.
 
 A driver loads what a ptxas of its own major version of CUDA has made, or of one before: ptxas 13 marks its binaries as
 of another ABI. Triton 3.7 ships 12.8 and 13.1, so with a driver of CUDA 12 it has none that is right: kernels are
@@ -21,11 +23,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from foci.core.device import constant
 
-HOPPER, BLACKWELL = 90, 100
+HOPPER = 90
 RIGHT = (12, 9)  # the oldest ptxas that assembles foci's kernels as their PTX says, by all laws on an H200
 WRONG = (13, 0)  # a newer one that does not: stores to wrong addresses of shared memory (fla#1262)
 SETTINGS = {  # Triton's of a ptxas, and the environment variables by which a user chooses it, who takes precedence
@@ -110,17 +113,14 @@ def ptxas_for(arch: int) -> Any:
 
 @functools.cache
 def setting() -> str:
-    """Which of its settings Triton assembles Hopper's kernels by: Blackwell's since 3.9, until then all others'."""
-    return "ptxas_blackwell" if _chosen(HOPPER) == _chosen(BLACKWELL) else "ptxas"
+    """Which of its settings Triton assembles Hopper's kernels by: Blackwell's since 3.9, until then all others'.
 
-
-def _chosen(arch: int) -> str | None:
-    """The ptxas that Triton takes for this architecture; None where it finds none."""
-    try:
-        path: str = sys.modules["triton.backends.nvidia.compiler"].get_ptxas(arch).path
-    except RuntimeError:  # Triton's words: Cannot find ptxas-blackwell
-        return None
-    return path
+    Its own function says so, run on settings that are their own names: what they are set to does not matter then.
+    """
+    choose = getattr(sys.modules.get("triton.backends.nvidia.compiler"), "get_ptxas", None)
+    names = SimpleNamespace(nvidia=SimpleNamespace(**{name: name for name in SETTINGS}))
+    chosen = None if choose is None else FunctionType(choose.__code__, {"knobs": names})(HOPPER)
+    return chosen if chosen in SETTINGS else "ptxas"
 
 
 @constant
@@ -157,7 +157,7 @@ def describe_ptxas() -> str:
         tool = _tool(setting())
         return f"{named}, as {name} says" if _is(tool, named) else f"ptxas {tool.version}: {name} names none that runs"
     tool = ptxas_for(HOPPER)
-    return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the oldest of Triton's that is right"
+    return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the oldest right one of those that Triton has"
 
 
 def _is(tool: Any, named: str) -> bool:

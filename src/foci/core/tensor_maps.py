@@ -25,7 +25,7 @@ def tensor_of(x: Any) -> Any:
     return x.base if is_map(x) else x
 
 
-_WRAPPERS = {f"{name}.<locals>.inner" for name in ("wrap_handle_tensordesc", "wrap_handle_tensordesc_impl")}  # 3.9
+_WRAPPERS = {f"{name}.<locals>.inner" for name in ("wrap_handle_tensordesc", "wrap_handle_tensordesc_impl")}  # 3.8
 
 
 def c_launcher(launch: Any) -> tuple[Any, Sequence[Any]]:
@@ -55,7 +55,7 @@ def _encode() -> Any:
 
 def _maker(x: Any, metadata: Any) -> Callable[[int], Any]:
     make = _encode()
-    rest = (None,) * (make.__code__.co_argcount - 2)  # since Triton 3.9 the launch's head, which NVIDIA's ignores
+    rest = (None,) * (make.__code__.co_argcount - 2)  # since Triton 3.8 the launch's head, which NVIDIA's ignores
     like = {name: value for name, value in vars(x).items() if name != "base"}  # keep no reference to the tensor
 
     @functools.lru_cache(_MOST)

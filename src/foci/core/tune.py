@@ -317,7 +317,7 @@ class Launcher(NamedTuple):
 
 
 STREAM, SCRATCH = object(), object()
-PROVEN: tuple[str, ...] = ("3.6.", "3.7.", "3.9.")  # versions of Triton by which all tests for a GPU have passed on one
+PROVEN: tuple[str, ...] = ("3.6.", "3.7.", "3.9.")  # versions of Triton by which the kernels' tests have passed on a GPU
 
 
 def launcher_of(compiled: Any, grid: tuple[int, ...]) -> Launcher:
@@ -419,7 +419,7 @@ def _jit_module(kind: Any) -> Any:
 
 
 def proven() -> bool:
-    """Whether all tests for a GPU have passed by this version of Triton."""
+    """Whether the kernels' tests have passed on a GPU by this version of Triton."""
     return _triton_version() in PROVEN
 
 
