@@ -157,7 +157,7 @@ def describe_ptxas() -> str:
         tool = _tool(setting())
         return f"{named}, as {name} says" if _is(tool, named) else f"ptxas {tool.version}: {name} names none that runs"
     tool = ptxas_for(HOPPER)
-    return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the oldest right one of those that Triton has"
+    return "Triton's own choice" if tool is None else f"ptxas {tool.version}, the oldest right one that Triton has"
 
 
 def _is(tool: Any, named: str) -> bool:

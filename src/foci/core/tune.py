@@ -317,7 +317,7 @@ class Launcher(NamedTuple):
 
 
 STREAM, SCRATCH = object(), object()
-PROVEN: tuple[str, ...] = ("3.6.", "3.7.", "3.9.")  # versions of Triton by which the kernels' tests have passed on a GPU
+PROVEN: tuple[str, ...] = ("3.6.", "3.7.", "3.9.")  # by which the kernels' tests have passed on a GPU
 
 
 def launcher_of(compiled: Any, grid: tuple[int, ...]) -> Launcher:
