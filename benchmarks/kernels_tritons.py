@@ -64,7 +64,7 @@ class Others:
             failed = _failing(python) if check else ""
         head, *rows = [json.loads(line) for line in made.splitlines()] or [{}]
         if not rows or ended.returncode not in (0, 1):  # 1: something is wrong, which the table says
-            say(f"Triton {version} gave no table, exit code {ended.returncode}")
+            say(f"Triton {version} gave no table, exit code {ended.returncode}\n{failed}".rstrip())
             return 1
         own = self.path(head["triton"])
         beside, before = table(own if check and own.exists() else self.lines)

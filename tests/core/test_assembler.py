@@ -17,7 +17,6 @@ from foci.cli_tune_ahead import Offline, gpu
 from foci.core import assembler
 from foci.core.assembler import (
     HOPPER,
-    RIGHT,
     SETTINGS,
     _forget,
     _refusal,
@@ -36,7 +35,7 @@ nvidia = triton.knobs.nvidia
 
 SETTING = setting()
 NAMED = SETTINGS[SETTING]
-OURS = min(version for tool in SETTINGS if (version := assembler._version(getattr(nvidia, tool))) >= RIGHT)
+OURS = min(assembler._version(tool) for name in SETTINGS if assembler._right(tool := getattr(nvidia, name)))
 
 
 def used() -> tuple[int, ...]:

@@ -70,6 +70,21 @@ def test_of_another_launcher_nothing_is_known() -> None:
     assert tensor_maps.makers(known, (3, a_map())) == [] and tensor_maps.makers(known, (3, torch.empty(2))) == []
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_of_another_backends_maps_nothing_is_known(ours: bool) -> None:
+    """Since Triton 3.8 its backends share a launcher's wrapper, which holds what encodes their maps."""
+
+    def wrap(launcher: Any, tensordesc_meta: list[Any], make_tensordesc_arg: Any) -> Any:
+        def inner(*given: Any) -> Any:
+            return launcher, tensordesc_meta, make_tensordesc_arg
+
+        inner.__qualname__ = "wrap_handle_tensordesc_impl.<locals>.inner"
+        return inner
+
+    found = tensor_maps.c_launcher(wrap(print, [WAY], driver.make_tensordesc_arg if ours else print))
+    assert found == ((print, [WAY]) if ours else (None, ()))
+
+
 def test_no_tensor_is_kept() -> None:
     given = a_map()
     makers = tensor_maps.makers(launcher([WAY, WAY], []), (3, given, a_map()))

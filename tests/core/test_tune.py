@@ -364,6 +364,8 @@ def test_the_launcher_in_c_is_given_what_tritons_own_gives_it(size: int, monkeyp
     head = tuple(told.get(x, x) if x.__hash__ else x for x in found.head)
     found.launch(*head, arguments) if found.nested else found.launch(*head, *arguments)
     assert seen[0] == seen[1]
+    launcher.gsan_enabled = True  # then Triton's own adds arguments
+    assert tune.launcher_of(compiled, (3, 5, 7)).head == (tune.STREAM,)
 
 
 def test_a_launcher_that_is_not_known_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

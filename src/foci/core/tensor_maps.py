@@ -49,8 +49,8 @@ def makers(launch: Any, arguments: Sequence[Any]) -> list[Callable[[int], Any]]:
 
 
 def _encode() -> Any:
-    """Triton's function that asks the driver for a tensor map."""
-    return sys.modules["triton.backends.nvidia.driver"].make_tensordesc_arg
+    """Triton's function that asks NVIDIA's driver for a tensor map; None without that backend."""
+    return getattr(sys.modules.get("triton.backends.nvidia.driver"), "make_tensordesc_arg", None)
 
 
 def _maker(x: Any, metadata: Any) -> Callable[[int], Any]:
