@@ -73,10 +73,14 @@ def walk_kernel(  # type: ignore[no-untyped-def]
     blocks = tl.cdiv(V, BLOCK_Z)
     z0, rest = tl.program_id(0) % blocks * BLOCK_Z, tl.program_id(0) // blocks
     h, index = (rest % H).to(tl.int64), rest // H
-    if BACK and MAKES:  # those behind it are programs of lower numbers
-        index = walks // (H * blocks) - 1 - index
+    if MAKES:
+        if BACK:  # those behind it are programs of lower numbers
+            index = walks // (H * blocks) - 1 - index
+        flag_ptr = flags_ptr + (index * H + h) * blocks + z0 // BLOCK_Z
     n, _, _, _, first, end, piece = stretch(offsets_ptr, index, T, N, STRETCH)
     if n < 0:
+        if MAKES:
+            arrive(flag_ptr)
         return
     n = tl.cast(n, tl.int64)
     b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
@@ -113,7 +117,7 @@ def walk_kernel(  # type: ignore[no-untyped-def]
             at = piece.to(tl.int64) * H + h
             store_tile(maps_ptr + at * K * V, tl.trans(end_of_it), 0, K, V, z0, V, 1)
             store_tile(decays_ptr + at * K, decay, 0, 1, 0, 0, K, 1)  # each block the same
-            arrive(flags_ptr + at * blocks + z0 // BLOCK_Z)
+        arrive(flag_ptr)  # who has no map to make, too: offsets that do not rise may say that somebody waits for it
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
     S = load_state(state_ptr, state_strides, K, z0, V, TILES, BLOCK_X, BLOCK_Z)
@@ -353,16 +357,15 @@ def sums(call: Any, slots: int, made: bool, rest: Any) -> Tensor | None:
 def empty_maps(call: Any, cut: Any | None) -> tuple[Tensor | None, ...]:
     """Room for what stretches do to a state, decays and ends (kernels_triton_forward.py: maps), and their flags.
 
-    Of gates per channel alone, whose pairs are a launch before, which clears the flags: maps of others are made by one;
-    and those of documents, as by offsets that do not rise some would be waited for that nobody makes; and of 256
-    channels. None where nobody walks, or sequences whole.
+    Of gates per channel alone, whose pairs are a launch before, which clears the flags: maps of others are made by one,
+    and those of 256 channels. None where nobody walks, or sequences whole.
     """
     *_, H, K, V, _ = call.sizes
-    if cut is None or not (cut.tokens and call.per_channel) or call.offsets is not None or K > 128:
+    if cut is None or not (cut.tokens and call.per_channel) or K > 128:
         return None, None, None
     decays = torch.empty(cut.slots, H, K, dtype=torch.float32, device=call.v.device)
     ends = torch.empty(cut.slots, H, K, V, dtype=torch.float32, device=call.v.device)
-    return decays, ends, torch.empty(cut.slots, H, -(-V // 64), dtype=torch.int32, device=call.v.device)
+    return decays, ends, torch.empty(cut.programs, H, -(-V // 64), dtype=torch.int32, device=call.v.device)
 
 
 def walk(
