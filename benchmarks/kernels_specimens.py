@@ -186,6 +186,12 @@ _LINEAR = (
     # Few enough to be cut: states are walked twice.
     Specimen("linear", "one head, per token", recurrence(G=1, H=1, decay="token"), where="sm_90"),
     Specimen("linear", "one head, per channel", recurrence(G=1, H=1, decay="channel", state=True), where="sm_90"),
+    Specimen(
+        "linear",
+        "documents of few heads, per channel",
+        recurrence(G=2, H=2, decay="channel", packed=True, state=True, t=4 * T),
+        where="sm_90",
+    ),
     *_rest(
         "linear",
         {

@@ -88,6 +88,10 @@ LARGE_PROBLEMS = (
     Linear("width 64, bonus, no gates", B=3, T=8, H=2, K=64, state=True, bonus=True),
     Linear("width 64, bonus, one head", B=1, T=4096, H=1, K=64, decay="channel", bonus=True),
     Linear("width 128, packed", B=1, T=UNEVEN[-1], H=16, K=128, offsets=UNEVEN, decay="token", state=True),
+    Linear(
+        "width 128, packed, few heads, per channel", B=1, T=4096, H=2, K=128, offsets=(0, 3, 3, 2100, 4090, 4096),
+        decay="channel", state=True,
+    ),
     Linear("width 128, one head", B=1, T=4096, H=1, K=128, decay="token"),
     Linear("width 128, one head, per channel", B=1, T=4096, H=1, K=128, decay="channel", state=True),
     Linear("width 128, 32 heads", B=1, T=4096, H=32, K=128),
@@ -96,7 +100,7 @@ LARGE_PROBLEMS = (
     Linear("width 128, 24 heads, no whole chunks", B=1, T=4090, H=24, K=128, decay="token"),
     Linear("width 128, 24 heads, per channel", B=1, T=4096, H=24, K=128, decay="channel"),
     Linear("width 64, bonus, 60 heads", B=1, T=4096, H=60, K=64, decay="channel", bonus=True),
-)
+)  # fmt: skip
 CASES, LARGE = (tuple(problem.case for problem in problems) for problems in (PROBLEMS, LARGE_PROBLEMS))
 
 
