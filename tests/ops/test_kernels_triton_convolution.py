@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foci.core import plans
 from foci.ops import kernels_triton_convolution, layer_parts
 from foci.ops.layer_parts import convolve, convolve_step
 from tests.ops.in_triton import DEVICE
@@ -20,7 +21,9 @@ __all__ = ["poisoned"]  # a fixture
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels' functions that ran, by name."""
+    """The kernels' functions that ran, by name: of calls that no plan of an earlier test replays, on a GPU."""
+    for cache in ("_FUNCTION_PLANS", "_OPERATOR_PLANS", "_GUARDED", "_SEEN"):
+        monkeypatch.setattr(plans, cache, type(getattr(plans, cache))())
     names: list[str] = []
     found = layer_parts._function
     monkeypatch.setattr(layer_parts, "_function", lambda name: names.append(name) or found(name))
