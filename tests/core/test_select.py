@@ -123,8 +123,10 @@ except foci.Unsupported as refused:
 """
     environment = {**os.environ, "TRITON_INTERPRET": interpreter}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    if "only 0-dimensional arrays can be converted" in ended.stderr:
-        pytest.skip("this Triton's interpreter cannot run kernels with this numpy")  # Triton 3.6 on a GPU machine
+    if "only 0-dimensional arrays can be converted" in ended.stderr:  # Triton 3.6
+        pytest.skip("this Triton's interpreter cannot run kernels with this numpy")
+    if "mask has unsupported dtype" in ended.stderr:  # Triton 3.9
+        pytest.skip("this Triton's interpreter takes no comparison of two scalars as a mask")
     expected = "ran 4.0" if interpreter == "1" else "it needs a GPU, the tensors are on cpu"
     assert ended.stdout.strip() == expected, ended.stderr
 

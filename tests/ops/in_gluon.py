@@ -366,6 +366,16 @@ class Gluon:
                 copy()
             assert left.wait(PATIENCE)
 
+    def atomic_add(self, ptr: Pointer, x: Any) -> Value:
+        """Of programs one by one; the number before."""
+        before = load(ptr)
+        store(ptr, before + x)
+        return before
+
+    def assembly(self, text: str, *_: Any, **_options: Any) -> None:
+        """An instruction that waits for what a warp has stored by TMA, which `store_wait` has waited for here too."""
+        assert text.startswith("cp.async.bulk.wait_group 0;") and not self.own.stores
+
     def fence(self) -> None:
         for place, thread in tuple(Shared.unfenced.items()):
             if thread == threading.get_ident():
@@ -413,15 +423,19 @@ class Gluon:
                 kernel.fn(*given, **meta)
 
     def modules(self, module: ModuleType) -> list[ModuleType]:
-        """It, and those whose device functions it calls."""
-        others = {x.fn.__globals__["__name__"] for x in jitted(module).values()} - {module.__name__}
-        return [module, *(sys.modules[name] for name in sorted(others))]
+        """It, and those whose device functions it calls, and they."""
+        found = [module]
+        for each in found:
+            others = {x.fn.__globals__["__name__"] for x in jitted(each).values()} - {x.__name__ for x in found}
+            found += [sys.modules[name] for name in sorted(others) if name.startswith(("foci.", "tests."))]
+        return found
 
     def triton(self) -> SimpleNamespace:
         """What is used of Triton's language by device functions of both."""
         return SimpleNamespace(
-            load=load, cdiv=lambda x, y: (x + y - 1) // y, int32=torch.int32, int64=torch.int64, int16=torch.int16,
-            float32=torch.float32, bfloat16=torch.bfloat16,
+            load=load, store=store, atomic_add=self.atomic_add, inline_asm_elementwise=self.assembly,
+            max=self.gl.max, cast=lambda x, dtype: value(x).to(dtype), cdiv=lambda x, y: (x + y - 1) // y,
+            int32=torch.int32, int64=torch.int64, int16=torch.int16, float32=torch.float32, bfloat16=torch.bfloat16,
             minimum=lambda x, y: torch.minimum(value(plain(x)), value(plain(y))),
             maximum=self.gl.maximum, where=self.gl.where, static_range=range,
         )  # fmt: skip

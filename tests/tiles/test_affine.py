@@ -13,6 +13,7 @@ from foci.tiles.affine import (
     joined_turned,
     load_state,
     piece_at,
+    store_joined_turned,
     store_map,
     store_state,
     store_turned_map,
@@ -49,6 +50,11 @@ def _join_turned(state_ptr, M_ptr, N_ptr, out_ptr, at, size, count, V, K: tl.con
     v0 = tl.program_id(0) * 16
     S = load_tile(state_ptr, v0, V, K, 0, K, 1, 16, K)
     store_tile(out_ptr, joined_turned(S, M_ptr, N_ptr, at, size, count, v0, V, 1), v0, V, K, 0, K, 1)
+
+
+@triton.jit
+def _store_joined(first_ptr, M_ptr, N_ptr, at, size, last, V, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    store_joined_turned(first_ptr, M_ptr, N_ptr, at, size, last, tl.program_id(0) * 16, V, K, 16)
 
 
 @triton.jit
@@ -98,6 +104,25 @@ def test_turned_maps_joined_one_after_another(count: int) -> None:
     out, of_state = torch.empty(V, K, device=DEVICE), state.T.contiguous().to(DEVICE)
     _join_turned[(2,)](of_state, parts, N.transpose(1, 2).contiguous().to(DEVICE), out, 1, size, count, V, K=K)
     torch.testing.assert_close(out.cpu().T, truth, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("last", [1, 3])
+def test_the_states_with_which_turned_pieces_begin(last: int) -> None:
+    """Up to the last one asked for; its own map, and what is behind it, nobody has made."""
+    K, V, size = 32, 18, 2
+    M, N = torch.randn(9, K, K) / K**0.5, torch.randn(9, K, V)
+    M[1 + last * size :], N[1 + last * size :] = torch.nan, torch.nan
+    high = M.transpose(1, 2).bfloat16()
+    parts = torch.stack([high, (M.transpose(1, 2) - high.float()).bfloat16()], 1).to(DEVICE)
+    first = torch.full((9, V, K), torch.nan, device=DEVICE)
+    _store_joined[(2,)](first, parts, N.transpose(1, 2).contiguous().to(DEVICE), 1, size, last, V, K=K)
+    S = N[1]
+    for i in range(1, last + 1):
+        torch.testing.assert_close(first[1 + i * size].cpu().T, S, rtol=2e-4, atol=2e-4)
+        S = M[1 + i * size] @ S + N[1 + i * size]
+    first[1 + size : 2 + last * size : size] = torch.nan
+    assert first.isnan().all()
 
 
 @pytest.mark.usefixtures("halves")

@@ -59,7 +59,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         [
             (_read, ((k, v, q, X, A, rows, marks), told, flow, STAGES)),
             (load_keys, ((keys, 64, stop, 0, k), flow, CHUNK, STAGES, False)),
-            (load_values_and_store, ((values, 64, outputs, stop, 1, 64, 0, v), flow, CHUNK, STAGES, False)),
+            (load_values_and_store, ((values, 64, outputs, stop, 1, 64, 0, v), flow, CHUNK, STAGES, False, True)),
             (
                 load_products,
                 (

@@ -10,7 +10,7 @@ import triton.language as tl
 from foci.core.tune import TARGETS, interpreting
 from foci.ops.stretches import Rule, cut
 from foci.tiles.memory import load_tile, store_tile
-from foci.tiles.stretches import decay_rates, join, join_states, row, rows, stretch
+from foci.tiles.stretches import await_count, count_one, decay_rates, join, join_states, row, rows, stretch
 
 if not interpreting() and not torch.cuda.is_available():
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1, which `make test` sets for these", allow_module_level=True)
@@ -52,6 +52,17 @@ def _rows(x_ptr, out_ptr, t0, end, stride):  # type: ignore[no-untyped-def]
     found = rows(x_ptr, t0, end, stride, d, d < 3, 4)
     for i in tl.static_range(4):
         tl.store(out_ptr + i * 4 + d, found[i] + row(x_ptr, t0 + i, end, stride, d, d < 3))
+
+
+@triton.jit
+def _wait(arrived_ptr, found_ptr, count):  # type: ignore[no-untyped-def]
+    if tl.program_id(0) < count:
+        tl.store(found_ptr + tl.program_id(0), 1)
+        count_one(arrived_ptr)
+    else:
+        await_count(arrived_ptr, count)
+        every = tl.load(found_ptr + tl.arange(0, 16), mask=tl.arange(0, 16) < count, other=0)
+        tl.store(found_ptr + count, tl.sum(every, 0))
 
 
 @triton.jit
@@ -133,3 +144,10 @@ def test_a_rate_of_minus_infinity_forgets_nothing_in_no_time() -> None:
     A, out = torch.tensor([-torch.inf, -2.0, 0.0], device=DEVICE), torch.zeros(8, device=DEVICE)
     _rates[(1,)](A, out)
     torch.testing.assert_close(out.cpu(), torch.tensor([1.0, 1, 1, 1, 0, torch.e**-1, 1, 1]))
+
+
+def test_who_waits_has_all_that_others_have_stored() -> None:
+    arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    found = torch.zeros(6, dtype=torch.int32, device=DEVICE)
+    _wait[(6,)](arrived, found, 5)
+    assert found.tolist() == [1, 1, 1, 1, 1, 5] and int(arrived) == 5

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from foci.tiles.tma import async_load, async_store
+from foci.tiles.told import settle
 
 HALF: gl.constexpr = gl.constexpr(64)  # columns of a state that four warps have: the rows of a product
 RENAMED: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # since Triton 3.9
@@ -78,19 +79,16 @@ def load_keys(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def load_values_and_store(  # type: ignore[no-untyped-def]
-    these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr
+    these, flow, CHUNK: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr, SETTLE: gl.constexpr
 ):
-    """What the second does: outputs of the chunk whose place it is lie where its values were, and go first.
-
-    Where they go is described, if it is here, behind the first loads: it takes as long as they do.
-    """
+    """What the second does: outputs of the chunk whose place it is lie where its values were, and go first."""
     values, step, outputs, stop, H, V, v0, tiles = these
     full, empty, span, start = flow
     begin, _own, end = span
     there = _described(values, step, stop, V, tiles, MAPS)
     for phase in gl.static_range(2):
         i0, i1 = (begin, gl.minimum(begin + STAGES, end)) if phase == 0 else (begin + STAGES, end)
-        if phase == 1:
+        if phase == 1:  # described, if it is here, behind the first loads: it takes as long as they do
             out_there = _described(outputs, H * V, stop, V, tiles, MAPS)
         for i in range(i0, i1):
             at, bar = _free(i - begin, full, empty, STAGES)
@@ -102,6 +100,7 @@ def load_values_and_store(  # type: ignore[no-untyped-def]
         turn = i - begin
         mbarrier.wait(empty.index(turn % STAGES), turn // STAGES & 1)
         _store(out_there, i, v0, tiles, span, start, CHUNK, STAGES)
+    settle(SETTLE)
 
 
 @gluon.jit

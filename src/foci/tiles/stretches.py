@@ -95,6 +95,21 @@ def await_stretches(flags_ptr, slot, count, size, STEP: tl.constexpr, BATCH: tl.
 
 
 @triton.jit
+def count_one(arrived_ptr):  # type: ignore[no-untyped-def]
+    """`arrive` by one number that counts who has, for who does `await_count`."""
+    tl.debug_barrier()
+    tl.atomic_add(arrived_ptr, 1, sem="release")
+
+
+@triton.jit
+def await_count(arrived_ptr, count):  # type: ignore[no-untyped-def]
+    """`await_stretches`, of whom so many arrive at one number, 0 before."""
+    while tl.atomic_add(arrived_ptr, 0, sem="acquire") < count:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
 def decay_rates(places, inside):  # type: ignore[no-untyped-def]
     """A in powers of 2, for exp2(dt A); half the lowest number for -inf, since 0 * -inf is NaN."""
     A = tl.load(places, mask=inside, other=0.0).to(tl.float32)

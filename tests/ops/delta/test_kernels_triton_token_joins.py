@@ -1,4 +1,4 @@
-"""Pieces that begin by maps: for which calls, of which pieces, and what states the maps make."""
+"""Pieces that begin by maps: for which calls, and by which launches."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from foci.core import tune
 from foci.ops.delta import gpu
 from foci.ops.delta.call import Call, bind
-from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
-from tests.ops.in_triton import DEVICE
+from tests.ops.in_triton import given
 
 from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip  after Triton's presence is known
 
 HOPPER = tune.TARGETS["sm_90"]
-IN_PIECES = {"forward": ["token_walk_kernel", "token_walk_kernel", "lost_kernel"]}
+IN_PIECES = {"forward": ["token_walk_kernel", "token_walk_kernel"]}
 IN_PIECES["backward"] = ["token_walk_back_kernel", "token_walk_back_kernel"]
 
 
@@ -52,7 +50,7 @@ def test_none_are_made_where_no_piece_can_be_slow(T: int, wanted: bool, monkeypa
     with tune.record_launches(HOPPER) as launches:
         gpu.forward(call, True)
     names = [launch.kernel.fn.__name__ for launch in launches]
-    assert names == ["token_chunks_kernel", *["token_walk_kernel"] * (1 + wanted), "lost_kernel"]
+    assert names == ["token_chunks_kernel", *["token_walk_kernel"] * (1 + wanted)]
 
 
 @pytest.mark.parametrize(
@@ -71,9 +69,10 @@ def test_few_heads_of_long_sequences_are_joined_by_maps_in_both_directions(
         outputs = gpu.forward(call, True)
         gpu.backward(call, outputs, (outputs[0], None), [True] * 5 + [False] * 2)
     names = [launch.kernel.fn.__name__ for launch in launches]
-    walks = [name for name in names if "walk" in name or name in ("join_kernel", "lost_kernel")]
+    walks = [name for name in names if "walk" in name]
     assert by_maps or not documents or walks == ["walk_kernel"] * 4
-    assert (walks == [*IN_PIECES["forward"], *IN_PIECES["backward"]]) == by_maps, names
+    slow = [given(launch).get("slow_ptr") is not None for launch in launches if "walk" in launch.kernel.fn.__name__]
+    assert (walks == [*IN_PIECES["forward"], *IN_PIECES["backward"]] and all(slow)) == by_maps, names
 
 
 @pytest.mark.parametrize(
@@ -119,33 +118,6 @@ def test_two_programs_of_a_sequence_are_told_of_no_piece(T: int, cut: bool) -> N
         assert (reach is not None) == (cut and keep)
         asked = dict(zip(walk.kernel.arg_names, walk.arguments, strict=False))
         assert walk.meta["TWICE"] and asked["pieces"] == 2 and asked["reach_ptr"] is asked["lost_ptr"] is None
-
-
-@pytest.mark.usefixtures("halves")
-@pytest.mark.parametrize("slow", [(), (3,), (1, 2, 4), (4,)])
-def test_states_are_joined_up_to_the_last_slow_piece(slow: tuple[int, ...]) -> None:
-    """Of one head; the other has none that is slow, and nothing of it is read or written."""
-    N, pieces, H, K, V = 2, 5, 2, 64, 40
-    draw = torch.Generator().manual_seed(2)
-    M, states = torch.randn(N, pieces, H, K, K, generator=draw) / 8, torch.randn(N, pieces, H, K, V, generator=draw)
-    M[:, 4], states[:, 4] = torch.nan, torch.nan  # the last piece has no map
-    flags = torch.zeros(N, pieces, H, dtype=torch.int32)
-    flags[1, slow, 0] = 1
-    high = M.bfloat16()
-    parts = torch.stack([high, (M - high.float()).bfloat16()], 3).transpose(4, 5).contiguous()
-    first = torch.full((N, pieces, H, V, K), torch.nan)
-    given: list[Tensor] = [x.to(DEVICE) for x in (flags, parts, states.transpose(3, 4).contiguous(), first)]
-    joins.launch(
-        joins.join_kernel, (N * H * 3,), *given, H, V, pieces,
-        config=tune.Config({"BLOCK_V": 16}), PIECES=8, BLOCK_K=K,
-    )  # fmt: skip
-    found, last = given[3].cpu().double().transpose(3, 4), max(slow, default=0)
-    S = states[1, 0, 0].double()
-    for piece in range(1, last + 1):
-        assert (found[1, piece, 0] - S).norm() <= 1e-3 * S.norm()
-        S = M[1, piece, 0].double() @ S + states[1, piece, 0].double()
-    found[1, 1 : last + 1, 0] = torch.nan
-    assert found.isnan().all()
 
 
 def test_what_has_no_maps_has_no_states() -> None:

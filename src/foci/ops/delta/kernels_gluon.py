@@ -17,7 +17,7 @@ as there. It has no interpreter: the tests hold these kernels to the equation as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,7 @@ from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FORGOTTEN, share, thirds
 from foci.tiles.state import sequence
 from foci.tiles.tma import async_store, map_of
+from foci.tiles.told import settle, spread_lost
 
 CHUNK = 64
 
@@ -207,6 +208,7 @@ def _walk(  # type: ignore[no-untyped-def]
             gone, exact = gone_then, exact_then
     if KEEP:
         tma.store_wait(0)
+        settle(lost_ptr is not None)
     if lost_ptr is not None:
         at, none = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, by_key)), S[0] * 0.0  # type: ignore[misc]
         for tile in gl.static_range(1, TILES):
@@ -264,7 +266,7 @@ def _pairs(  # type: ignore[no-untyped-def]
 @gluon.jit
 def wide_walk_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, products, pairs, sums_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, first_ptr, state_ptr,
-    offsets_ptr, outputs, final_ptr, lost_ptr, states, errors,
+    offsets_ptr, outputs, final_ptr, states, errors, lost_ptr, arrived_ptr, all_out_ptr, all_errors_ptr, all_states_ptr,
     q_strides, k_strides, v_strides, state_strides, scale, zero, tokens, T, H, R, V, pieces,
     CHUNK: gl.constexpr, BLOCK_K: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, MAPS: gl.constexpr,
     TWICE: gl.constexpr, BESIDE: gl.constexpr,
@@ -285,6 +287,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
     TILE: gl.constexpr = 128 if K == 128 else HALF
     TILES: gl.constexpr = K // TILE
     COLUMNS: gl.constexpr = GROUPS * HALF
+    SETTLE: gl.constexpr = lost_ptr is not None
     v0 = gl.program_id(0) % (V // COLUMNS) * COLUMNS
     rest = gl.program_id(0) // (V // COLUMNS)
     h, n, piece = (rest % H).to(gl.int64), (rest // H // pieces).to(gl.int64), rest // H % pieces
@@ -345,11 +348,12 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         outputs += (row * T * H + h) * V
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
+    lost_there = None
     if lost_ptr is not None:
-        lost_ptr += rest * V
+        lost_there = lost_ptr + rest * V
     last, span = (piece == pieces - 1) & present(final_ptr), (begin, own, end)
-    final_ptr += (n * H + h) * K * V
-    memory = state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_ptr, lost_ptr
+    final_there = final_ptr + (n * H + h) * K * V
+    memory = state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_there, lost_there
     told = slow, lost, last, scale, zero, (first * K).to(gl.int32), H, V, v0
     kept = states, errors, v0, value_at, tokens
     of_keys = keys, k_strides[1], stop, key_at, k_tiles
@@ -364,7 +368,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
                 (_walk, (gl.constexpr(0), tiles, memory, told, kept, flow, CHUNK, STAGES, TILES, KEEP)),
                 (_pairs, (tiles, (sums_ptr, exact_ptr, H), flow, CHUNK, STAGES, TILES)),
                 (load_keys, (of_keys, flow, CHUNK, STAGES, MAPS)),
-                (load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS)),
+                (load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS, SETTLE)),
                 (load_products, (of_products, flow, CHUNK, STAGES, MAPS, KEEP)),
                 (load_queries, (of_queries, flow, CHUNK, STAGES, MAPS, KEEP)),
             ],
@@ -376,7 +380,7 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
             [
                 (_walk, (gl.constexpr(0), tiles, memory, told, kept, flow, CHUNK, STAGES, TILES, KEEP)),
                 (load_keys, (of_keys, flow, CHUNK, STAGES, MAPS)),
-                (load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS)),
+                (load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS, SETTLE)),
                 (load_products, (of_products, flow, CHUNK, STAGES, MAPS, KEEP)),
                 (load_queries, (of_queries, flow, CHUNK, STAGES, MAPS, KEEP)),
             ],
@@ -389,13 +393,21 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
                 (_walk, (gl.constexpr(0), tiles, memory, told, kept, flow, CHUNK, STAGES, TILES, KEEP)),
                 (_walk, (gl.constexpr(1), tiles, memory, told, kept, flow, CHUNK, STAGES, TILES, KEEP)),
                 (load_keys, (of_keys, flow, CHUNK, STAGES, MAPS)),
-                (load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS)),
+                (load_values_and_store, (of_values, flow, CHUNK, STAGES, MAPS, SETTLE)),
                 (load_products, (of_products, flow, CHUNK, STAGES, MAPS, KEEP)),
                 (load_queries, (of_queries, flow, CHUNK, STAGES, MAPS, KEEP)),
             ],
             [4, 1, 1, 1, 1],
             [252 - SPARE // 2, SPARE, SPARE, SPARE, SPARE],
         )
+    if lost_ptr is not None:  # all from the program's number again: kept from before it would cost registers
+        index = gl.program_id(0) + zero
+        block = index % (V // COLUMNS)
+        v = block * COLUMNS + gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        spread_lost(
+            lost_ptr, arrived_ptr, all_out_ptr, final_ptr, all_errors_ptr, all_states_ptr, offsets_ptr, v, block,
+            index // (V // COLUMNS), gl.to_tensor(tokens).to(gl.int64) * H * V, T, H, K, V, pieces, CHUNK,
+        )  # fmt: skip
 
 
 def walk(columns: int, twice: bool) -> Callable[..., None]:
@@ -408,10 +420,10 @@ def walk(columns: int, twice: bool) -> Callable[..., None]:
 
 def _forward(
     columns: int, twice: bool, call: Any, parts: Any, made: tuple[Tensor, Tensor | None, Any], pieces: int,
-    lost: Tensor | None, out: Tensor, final: Tensor, slow: Tensor | None, first: Tensor | None, maps: None,
+    lost: Tensor | None, out: Tensor, final: Tensor, begins: Sequence[Tensor | None],
 ) -> None:  # fmt: skip
     B, T, G, H, K, V, N = call.sizes
-    inverse, products, gated = made
+    (inverse, products, gated), (slow, first, _) = made, begins
     by_maps = tiles_of(True, True, CHUNK, call.offsets, call.q, call.k, call.v).tma == 2
     by_maps &= reaches(inverse.numel() * inverse.element_size())  # without gradients A may be in it
     half = int(HALF)
@@ -424,13 +436,15 @@ def _forward(
     pairs = None if products is None else there(products, CHUNK, half) if keep else X
     if keep:
         states, errors = map_of(parts.states, V, V, (K, half), OF_TILES), there(parts.errors, CHUNK, half)
+    kept = (None, None) if parts is None else (parts.errors, parts.states)
     reach = gated.reach if pieces > 1 else None
     pieces, stages = 2 if twice else pieces, _stages(K, columns, keep)
     launch(
         wide_walk_kernel, (N * H * pieces * (V // columns),),
         there(call.q, CHUNK, key), there(call.k, CHUNK, key), there(call.v, CHUNK, half), X, pairs,
         gated.sums, gated.rows, gated.total, reach, slow, first, call.state, call.offsets,
-        there(out, CHUNK, half), final, lost, states, errors,
+        there(out, CHUNK, half), final, states, errors,
+        *((None,) * 5 if lost is None else (lost, gated.arrived, out, *kept)),
         call.q.stride(), call.k.stride(), call.v.stride(), strides(call.state), call.scale, 0,
         B * T, T, H, H // G, V, pieces,
         config=Config(warps=4, stages=stages), CHUNK=CHUNK, BLOCK_K=K, GROUPS=columns // half, STAGES=stages,

@@ -339,7 +339,7 @@ def _walk(
         left = rows, gone, reach if by.pieces > 1 and not by.maps else None, products, inverse
         make = partial(token_walks.backward, call, left, by.pieces, d_out, d_final, [None] * 4)
         begins = joins.starts(call, by.pieces, make, by.maps, False)
-        token_walks.backward(call, left, by.pieces, d_out, d_final, results, *begins)
+        token_walks.backward(call, left, by.pieces, d_out, d_final, results, begins)
         return (dv, beside), behind
 
     if by_channel:

@@ -24,6 +24,7 @@ from foci.tiles.turns import begin_next
 from foci.tiles.whole import read, write
 
 CHUNK = 64
+FLAGS: tl.constexpr = tl.constexpr(16)  # at least as many as count a head's programs
 ALIKE: tl.constexpr = tl.constexpr(0.2)  # up to which sum of a row of E, squared, one bfloat16 is enough: docs/delta.md
 
 
@@ -47,7 +48,7 @@ def times(x, y):  # type: ignore[no-untyped-def]
 @triton.jit
 def token_chunks_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, beta_ptr, g_ptr, offsets_ptr,
-    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, rows_ptr, reach_ptr, sums_ptr,
+    X_ptr, A_ptr, rise_ptr, write_ptr, total_ptr, rows_ptr, reach_ptr, sums_ptr, arrived_ptr, arrived,
     rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths,
     q_strides, k_strides, e_strides, beta_strides, g_strides, scale, T, N, H, R, K,
     EXACT: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, CHUNK: tl.constexpr,
@@ -55,7 +56,7 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One chunk and head. WHOLE, EVEN: what tiles reach beyond (tiles/whole.py). KEEP: gradients are wanted.
 
-    Behind its programs are those of `clear_rest`.
+    Behind its programs are those of `clear_rest`. Each sets FLAGS of so many `arrived` to 0, for the walk.
     Without `A_ptr` the walk makes A itself, of sums of gates and beta scale, which go to `sums_ptr`.
     EXACT: X and A lie beside each other, and rows say third of which tokens they are two bfloat16: 1 from the first one
     on in the chunk whose keys are alike, 0 of those before: their rows are one, of which nothing later changes a bit.
@@ -69,6 +70,9 @@ def token_chunks_kernel(  # type: ignore[no-untyped-def]
         if rest >= 0:
             clear_rest(rest_a, rest_b, rest_c, rest_d, rest_e, rest_f, widths, offsets_ptr, rest, N, T)
             return
+    if arrived_ptr is not None:
+        flag = tl.program_id(0) * FLAGS + tl.arange(0, FLAGS)
+        tl.store(arrived_ptr + flag, 0, mask=flag < arrived)
     h = (tl.program_id(0) % H).to(tl.int64)
     n, b, t0, stop, slot = chunk_at(offsets_ptr, tl.program_id(0) // H, N, T, CHUNK)
     if n < 0:
@@ -176,15 +180,16 @@ def chunks(
     call: Any, inverse: Tensor, products: Tensor | None, gated: Sequence[Tensor | None], slots: int, config: Config,
     constants: Mapping[str, int], rest: Any,
 ) -> None:  # fmt: skip
-    """Fills X, A if it is asked for, and rise, write, total, rows, reach and sums (`gated`).
+    """Fills X, A if it is asked for, and rise, write, total, rows, reach, sums and arrived (`gated`).
 
     And clears the `rest` of the output (ops/kernels_triton_packed.py).
     """
     _, T, G, H, K, _, N = call.sizes
     more, left = rest.taken()
+    arrived = 0 if gated[-1] is None else gated[-1].numel()
     launch(
         token_chunks_kernel, (slots * H + more,),
-        call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, *gated, *left,
+        call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, *gated, arrived, *left,
         call.q.stride(), call.k.stride(), strides(call.erase), call.beta.stride(), strides(call.log_decay),
         call.scale, T, N, H, H // G, K,
         config=config, CHUNK=CHUNK, TILES=-(-K // config["BLOCK_K"]), **constants,

@@ -281,9 +281,7 @@ def forward(
         count, lost = way.pieces, joins.losses(call, made[2], way.pieces)
         make = partial(token_walks.forward, call, None, made, count, None, None, None)
         begins = joins.starts(call, count, make, way.maps, wide_walk is not None)
-        (wide_walk or token_walks.forward)(call, parts, made, count, lost, out, final, *begins)
-        if lost is not None:
-            joins.spread(call, parts, count, lost, out, final)
+        (wide_walk or token_walks.forward)(call, parts, made, count, lost, out, final, begins)
         return final
     if turned and tiles == 4 and channel_walks.fits(K, V, walk, target, turned):
         channel_walks.forward(call, parts, inverse, products, gated, out, final, pieces.programs * H * blocks, walk)

@@ -34,23 +34,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foci.core.tune import Config, Target, by_tma, configure, launch, strides, target_of
-from foci.tiles.affine import (
-    added,
-    faded,
-    joined_turned,
-    load_columns,
-    load_state,
-    store_state,
-    store_turned_map,
-    turned,
-    with_unit,
-)
+from foci.core.tune import Config, Target, by_tma, configure, interpreting, launch, strides, target_of
+from foci.tiles import affine
+from foci.tiles.affine import added, faded, load_columns, load_state, store_state, turned
 from foci.tiles.maps import tiles_of
 from foci.tiles.memory import lines_of, loaded, own_rows, present, put, rows_of, unless
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FAR, forgotten, remembered, share, silent, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
+from foci.tiles.stretches import count_one
+from foci.tiles.told import counts, spread_lost, store_lost, tell
 
 CHUNK = 64
 SHORTEST, FEW, SHORTEST_OF_FEW = 8, 3, 10  # chunks of a piece where there are more than FEW, and where there are not
@@ -59,16 +52,17 @@ SHORTEST, FEW, SHORTEST_OF_FEW = 8, 3, 10  # chunks of a piece where there are m
 @triton.jit
 def token_walk_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, e_ptr, v_ptr, X_ptr, A_ptr, rows_ptr, total_ptr, reach_ptr, slow_ptr, M_ptr, N_ptr, state_ptr,
-    offsets_ptr, out_ptr, final_ptr, lost_ptr, errors_ptr, states_ptr,
-    q_strides, k_strides, e_strides, v_strides, state_strides, scale, B, T, N, H, R, V, pieces,
+    offsets_ptr, out_ptr, final_ptr, errors_ptr, states_ptr,
+    first_ptr, arrived_ptr, lost_ptr, all_out_ptr, all_errors_ptr, all_states_ptr,
+    q_strides, k_strides, e_strides, v_strides, state_strides, scale, B, T, N, H, R, V, pieces, SETTLE: tl.constexpr,
     EXACT: tl.constexpr, FAR: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of one head's state through one sequence, and what its tokens read: `walk_kernel`.
 
     With `reach_ptr` through one of its `pieces`, after the chunks before it that are not forgotten; `lost_ptr` says
-    which columns are no numbers behind it. A piece that is `slow`, or without `reach_ptr` each, begins by maps
-    (tiles/affine.py: M, N). Without `out_ptr` it is found out which are slow, and maps are made of all before those.
+    which columns are no numbers behind it (tiles/told.py). A piece that is `slow`, or without `reach_ptr` each, begins
+    by maps (tiles/affine.py). Without `out_ptr` it is found out which are slow, and maps are made of all before those.
     EXACT, of these alone: X has a second part in chunks whose last token is exact (kernels_triton_chunks.py).
     """
     PIECES: tl.constexpr = reach_ptr is not None or M_ptr is not None
@@ -85,13 +79,11 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     row, chunks = tl.cast(b, tl.int64), tl.cdiv(stop - start, CHUNK)
     first = tl.cast(slot, tl.int64) * H + h
     behind_V = v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V
-    if out_ptr is None:  # before anything else, as mostly nothing else is to be done
-        later = (piece < pieces - 1).to(tl.int32)
-        if reach_ptr is not None:
-            slow, later = slow_pieces(reach_ptr + first, H, piece, pieces, chunks, 0, FAR)
-            if v0 == 0:
-                tl.store(slow_ptr + rest, slow)
-        if (later == 0) | ((piece == 0) & (behind_V >= 0)):
+    if out_ptr is None:  # noqa: SIM102  before anything else, as mostly nothing else is to be done
+        if tell(
+            reach_ptr, slow_ptr, first_ptr, M_ptr, N_ptr, arrived_ptr, first, n, h, piece, pieces, rest, chunks, H, V,
+            v0, K, BLOCK_V, FAR,
+        ):  # fmt: skip
             return
     k_there = rows_of(k_ptr, row, h // R, T, stop, k_strides, K, CHUNK, BLOCK_K, TMA)
     e_there = k_there
@@ -116,7 +108,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     rows = K if out_ptr is not None or piece == 0 else 0
     S = load_state(state_ptr, state_strides, rows, v0, V, TILES, BLOCK_K, BLOCK_V)
     if out_ptr is None:
-        S = with_unit(S, behind_V, TILES, BLOCK_K, BLOCK_V)
+        S = affine.with_unit(S, behind_V, TILES, BLOCK_K, BLOCK_V)
     S = turned(S, TILES)
     begin, own, end = start, start, stop
     if PIECES:
@@ -125,18 +117,18 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
         if out_ptr is None:
             begin, own = own, end
         else:
-            if (ahead == behind) & (piece < pieces - 1):
-                return
-            known, lost, others = piece, 0.0, piece
+            idle = (ahead == behind) & (piece < pieces - 1)  # who has no chunk has nothing to wait for
+            known, lost, others = piece, 0.0, tl.where(idle, 0, piece)
             if reach_ptr is not None:
                 known, lost = remembered(reach_ptr + first, H, ahead, 2 * UNREAD)
+                known = tl.where(idle, ahead, known)
                 if slow_ptr is not None:
                     slow = tl.load(slow_ptr + rest) != 0
-                    known, others = tl.where(slow, ahead, known), tl.where(slow, piece, 0)
+                    known, others = tl.where(slow, ahead, known), tl.where(slow, others, 0)
             begin = own if reach_ptr is None else start + known * CHUNK
             first_state = S[0] * tl.where(known == 0, 1.0, 0.0) + lost
             if M_ptr is not None:
-                first_state = joined_turned(first_state, M_ptr, N_ptr, n * pieces * H + h, H, others, v0, V, TMA)
+                first_state = affine.joined_turned(first_state, M_ptr, N_ptr, n * pieces * H + h, H, others, v0, V, TMA)
             S = (first_state,)
     for phase in tl.static_range(0 if reach_ptr is not None or out_ptr is None else 1, 1 if out_ptr is None else 2):
         t1, t2 = begin, own
@@ -197,13 +189,19 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
             if states_ptr is not None and phase == 1:
                 put(unsaid_there, tl.trans(unsaid), t0, v0)
     if out_ptr is None:
-        store_turned_map(M_ptr, N_ptr, S[0], rest.to(tl.int64), v0, V)
-    elif reach_ptr is not None:
-        v = v0 + tl.arange(0, BLOCK_V)
-        tl.store(lost_ptr + rest * V + v, (tl.sum(S[0] * 0.0, 1) != 0.0).to(tl.int32), mask=v < V)
+        affine.store_turned_map(M_ptr, N_ptr, S[0], rest.to(tl.int64), v0, V)
+        if first_ptr is not None:
+            count_one(arrived_ptr + (n * H + h) * counts(V))
     if final_ptr is not None:  # noqa: SIM102  a constant and a tensor
         if (piece == pieces - 1) & present(final_ptr):
             store_state(final_ptr + (n * H + h) * K * V, turned(S, TILES), K, v0, V, TILES, BLOCK_K)
+    if lost_ptr is not None:
+        v = v0 + tl.arange(0, BLOCK_V)
+        store_lost(lost_ptr, S[0], rest, v, V, SETTLE)
+        spread_lost(
+            lost_ptr, arrived_ptr, all_out_ptr, final_ptr, all_errors_ptr, all_states_ptr, offsets_ptr, v,
+            v0 // BLOCK_V, rest, tl.cast(B, tl.int64) * T * H * V, T, H, K, V, pieces, CHUNK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -269,7 +267,7 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
     rows = K if dv_ptr is not None or piece == 0 else 0
     dS = load_state(d_final_ptr, d_final_strides, rows, v0, V, TILES, BLOCK_K, BLOCK_V)
     if dv_ptr is None:
-        dS = with_unit(dS, behind_V, TILES, BLOCK_K, BLOCK_V)
+        dS = affine.with_unit(dS, behind_V, TILES, BLOCK_K, BLOCK_V)
     dS = turned(dS, TILES)
     begin, own, end = 0, 0, count
     if PIECES:
@@ -295,7 +293,7 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
                 lost += forgotten(do_there, t1, start + count * CHUNK, v0, CHUNK, BLOCK_V)
                 last_state = dS[0] * tl.where(begin == 0, 1.0, 0.0) + lost[:, None]
             if M_ptr is not None:
-                last_state = joined_turned(last_state, M_ptr, N_ptr, n * pieces * H + h, H, others, v0, V, TMA)
+                last_state = affine.joined_turned(last_state, M_ptr, N_ptr, n * pieces * H + h, H, others, v0, V, TMA)
             dS = (last_state,)
     for phase in tl.static_range(0 if reach_ptr is not None or dv_ptr is None else 1, 1 if dv_ptr is None else 2):
         i1, i2 = begin, own
@@ -351,7 +349,7 @@ def token_walk_back_kernel(  # type: ignore[no-untyped-def]
             if phase == 1:
                 put(unsaid_there, tl.trans(unsaid), t0, v0)
     if dv_ptr is None:
-        store_turned_map(M_ptr, N_ptr, dS[0], rest.to(tl.int64), v0, V)
+        affine.store_turned_map(M_ptr, N_ptr, dS[0], rest.to(tl.int64), v0, V)
     elif d_state_ptr is not None:  # noqa: SIM102  a constant and a tensor
         if not PIECES or piece == pieces - 1:
             store_state(d_state_ptr + (n * H + h) * K * V, turned(dS, TILES), K, v0, V, TILES, BLOCK_K)
@@ -436,14 +434,16 @@ def _config(name: str, K: int, V: int, e: Tensor | None, target: Target) -> Conf
 
 def forward(
     call: Any, parts: Any, made: tuple[Tensor, Tensor | None, Any], pieces: int, lost: Tensor | None,
-    out: Tensor | None, final: Tensor | None, slow: Tensor | None, ends: Tensor | None, maps: Tensor | None,
+    out: Tensor | None, final: Tensor | None, begins: Sequence[Tensor | None],
 ) -> None:  # fmt: skip
     """`out` and `final`, each sequence in `pieces`, the states and errors that `parts` keeps, and `lost`.
 
-    `slow`, `ends`, `maps`: as kernels_triton_token_joins.py has slow, N and M; without `out` these are found.
+    `begins`: (slow, N, M) as kernels_triton_token_joins.py has them; without `out` they are found, and the states with
+    which pieces begin, up to the last slow one, if they are asked for behind these.
     """
     B, T, G, H, K, V, N = call.sizes
     inverse, products, gated = made
+    slow, ends, maps, first = (*begins, None)[:4]
     q, k, e, v, rows = call.q, call.k, call.erase, call.v, gated.rows
     config = _config("token_walk", K, V, e, target_of(v.device))
     blocks = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if out is None else 0)
@@ -456,24 +456,27 @@ def forward(
         by.rows(q, *key), by.rows(k, *key), by.rows(e, *key), by.rows(v, *value), by.rows(inverse, *pair),
         by.rows(products, *pair), by.lines(rows, 1, CHUNK), gated.total, gated.reach, slow,
         maps if out is None else by.lines(maps, K, K), ends, call.state, call.offsets, by.rows(out, *value), final,
-        lost, by.rows(errors, *value), by.lines(states, tile // 2, value[1]),
+        by.rows(errors, *value), by.lines(states, tile // 2, value[1]),
+        first, gated.arrived, *((None,) * 4 if lost is None else (lost, out, errors, states)),
         q.stride(), k.stride(), strides(e), v.stride(), strides(call.state), call.scale, B, T, N, H, H // G, V, pieces,
-        config=config, EXACT=exact, FAR=int(FAR), CHUNK=CHUNK, TILES=K // tile, BLOCK_K=tile, TMA=by.tma,
+        config=config, SETTLE=not interpreting(), EXACT=exact, FAR=int(FAR), CHUNK=CHUNK, TILES=K // tile,
+        BLOCK_K=tile, TMA=by.tma,
     )  # fmt: skip
 
 
 def backward(
     call: Any, kept: Sequence[Tensor | None], pieces: int, d_out: Tensor, d_final: Tensor | None,
-    results: Sequence[Tensor | None], slow: Tensor | None, ends: Tensor | None, maps: Tensor | None,
+    results: Sequence[Tensor | None], begins: Sequence[Tensor | None],
 ) -> None:  # fmt: skip
     """`results`: dv, what its rounding left, the states' gradients behind each chunk, and that of the first state.
 
-    `kept`: rows, total, reach (None where no piece warms up), A and X as the forward left them (gpu.py: Parts). `slow`,
-    `ends`, `maps` as the forward has them, found without dv.
+    `kept`: rows, total, reach (None where no piece warms up), A and X as the forward left them (gpu.py: Parts).
+    `begins` as the forward has them, found without dv.
     """
     _, T, G, H, K, V, N = call.sizes
     q, k, e = call.q, call.k, call.erase
     (rows, total, reach, products, inverse), (dv, unsaid, behind, d_state) = kept, results
+    slow, ends, maps = begins
     config = _config("token_walk_back", K, V, e, target_of(q.device))
     blocks, tile = -(-V // config["BLOCK_V"]) + (K // config["BLOCK_V"] if dv is None else 0), min(K, 128)
     by = tiles_of(True, V % config["BLOCK_V"] == 0, CHUNK, call.offsets, q, k, e, d_out)

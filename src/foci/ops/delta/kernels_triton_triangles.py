@@ -38,6 +38,7 @@ class Gated(NamedTuple):
     # for kernels_gluon.py [slots,H,3,64], third 1 of tokens that have two bfloat16, else 0
     reach: Tensor | None  # where `cut`: [slots,H], what is left of a state (kernels_triton_chunks.py)
     sums: Tensor | None  # where the walk makes A: [slots,H,2,64], sums of gates, as powers of 2, and beta scale
+    arrived: Tensor | None  # where `cut`: [N,H,counts] int32, all 0 (tiles/told.py)
     far: Tensor | None  # in bfloat16 per channel: [slots,H] int32, not 0 of chunks that the second launch makes again
 
 
@@ -184,7 +185,7 @@ def first(
         return inverse, products, gated
     if halves and at_once.fits(call, target):
         constants = {"EXACT": exact, "WHOLE": whole, "EVEN": even, "KEEP": parts is not None, **room}
-        at_once.chunks(call, inverse, products, (*gated[:3], *gated[6:9]), slots, config, constants, rest)
+        at_once.chunks(call, inverse, products, (*gated[:3], *gated[6:10]), slots, config, constants, rest)
         return inverse, products, gated
     for again in (False, True)[: 2 if by_near else 1]:
         launch(
@@ -201,8 +202,8 @@ def first(
 
 def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, alone: bool, per_channel: bool) -> Gated:
     """Room for what is made of gates; what `parts` has is there already."""
-    B, T, _, H, K, *_ = call.sizes
-    v, gated = call.v, Gated(*[None] * 10)
+    B, T, _, H, K, V, N = call.sizes
+    v, gated = call.v, Gated(*[None] * 11)
     kind: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
     each: tuple[Tensor | None, ...]
     if per_channel:
@@ -210,14 +211,17 @@ def _gated(call: Any, parts: Any, slots: int, cut: bool, exact: bool, alone: boo
         halves = 2 if state_dtype(v.dtype) == torch.bfloat16 else 1
         made = torch.empty(2 + halves, B, T, H, K, dtype=state_dtype(v.dtype), device=v.device)
         far = torch.empty(slots, H, dtype=torch.int32, device=v.device) if halves == 2 else None
-        gated = Gated(None, None, total, made[0], made[1], made[2:], None, None, None, far)
+        gated = Gated(None, None, total, made[0], made[1], made[2:], None, None, None, None, far)
     elif call.log_decay is not None:
         if parts is None:
             per_token = (None, None) if exact else torch.empty(2, B, T, H, **kind).unbind()
             each = (*per_token, *torch.empty(2, slots, H, **kind).unbind())
         else:
             each = parts.rise, parts.write, parts.total, parts.reach
-        gated = gated._replace(rise=each[0], write=each[1], total=each[2], reach=each[3] if cut else None)
+        gated = gated._replace(rise=each[0], write=each[1], total=each[2])
+        if cut:
+            arrived = torch.empty(N, H, -(-V // 64) + 1, dtype=torch.int32, device=v.device)
+            gated = gated._replace(reach=each[3], arrived=arrived)
     if state_dtype(v.dtype) == torch.bfloat16 and not per_channel:
         rows = torch.empty(slots, H, 3 if exact else 2, CHUNK, **kind) if parts is None else parts.rows
         gated = gated._replace(rows=rows)

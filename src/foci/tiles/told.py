@@ -1,0 +1,100 @@
+"""What pieces of a sequence (tiles/pieces.py) tell each other in one launch: where they begin, and what is NaN.
+
+A piece begins with what its gates have not forgotten, and so knows nothing of NaN before that, which no factor makes 0.
+Who is the last of all pieces' programs to come, whichever that is, makes up for it: no one waits for another.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from foci.tiles.affine import store_joined_turned
+from foci.tiles.memory import present
+from foci.tiles.pieces import share, slow_pieces
+from foci.tiles.state import sequence
+from foci.tiles.stretches import await_count
+
+LOST: tl.constexpr = tl.constexpr(1 << 16)  # who has lost something counts so many: more than there are pieces
+
+
+@triton.jit
+def counts(V):  # type: ignore[no-untyped-def]
+    """How many numbers count a head's programs, 0 before (`arrived`): of maps, and of each 64 columns of its state."""
+    return tl.cdiv(V, 64) + 1
+
+
+@triton.jit
+def tell(  # type: ignore[no-untyped-def]
+    reach_ptr, slow_ptr, first_ptr, M_ptr, N_ptr, arrived_ptr, first, n, h, piece, pieces, rest, chunks, H, V, v0,
+    K: tl.constexpr, BLOCK_V: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Whether nobody wants the map of columns v0.. of a piece; it says which pieces are slow, if only some are.
+
+    With `first_ptr` the last slow one waits for the maps of all before it, and says with which state each begins.
+    """
+    c0, later = v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V, (piece < pieces - 1).to(tl.int32)
+    if reach_ptr is not None:
+        slow, later = slow_pieces(reach_ptr + first, H, piece, pieces, chunks, 0, FAR)
+        if v0 == 0:
+            tl.store(slow_ptr + rest, slow)
+        if first_ptr is not None:  # noqa: SIM102  a constant and a number
+            if (slow != 0) & (later == 0) & (c0 < 0):
+                each: tl.constexpr = K // BLOCK_V
+                await_count(arrived_ptr + (n * H + h) * counts(V), piece * (tl.cdiv(V, BLOCK_V) + each) - each)
+                store_joined_turned(first_ptr, M_ptr, N_ptr, n * pieces * H + h, H, piece, v0, V, K, BLOCK_V)
+    return (later == 0) | ((piece == 0) & (c0 >= 0))
+
+
+@triton.jit
+def settle(TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Until what these threads have stored by TMA is in memory: else it is only waited for until it is on its way."""
+    if TMA:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def store_lost(lost_ptr, S, rest, v, V, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which rows v of a state turned over are no numbers; and all that this program has stored is there."""
+    tl.store(lost_ptr + rest.to(tl.int64) * V + v, (tl.sum(S * 0.0, 1) != 0.0).to(tl.int32), mask=v < V)
+    settle(TMA)
+    tl.debug_barrier()
+
+
+@triton.jit
+def spread_lost(  # type: ignore[no-untyped-def]
+    lost_ptr, arrived_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, offsets_ptr, v, block, rest, apart, T, H, K, V,
+    pieces, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Columns `v` of what all have made, by who comes last to a head's `block`; errors' two parts, so far `apart`."""
+    h, n = (rest % H).to(tl.int64), (rest // H // pieces).to(tl.int64)
+    lost = tl.load(lost_ptr + rest.to(tl.int64) * V + v, mask=v < V, other=0)
+    come = 1 + LOST * tl.max(lost, 0)
+    come += tl.atomic_add(arrived_ptr + (n * H + h) * counts(V) + 1 + block, come)
+    if (come % LOST == pieces) & (come >= LOST):
+        b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+        row, chunks, lost = tl.cast(b, tl.int64) * T, tl.cdiv(stop - start, CHUNK), lost * 0
+        for piece in range(1, pieces):
+            ahead, behind = share(piece - 1, pieces, chunks)
+            there = ((n * pieces + piece - 1) * H + h) * V + v
+            lost |= tl.load(lost_ptr + there, mask=(v < V) & (ahead < behind), other=0)
+            ahead, behind = share(piece, pieces, chunks)
+            t1, t2 = start + ahead * CHUNK, tl.minimum(start + behind * CHUNK, stop)
+            tokens, states = ((row + t1) * H + h) * V + v, ((slot + ahead).to(tl.int64) * H + h) * K * V + v
+            _store_nothing(out_ptr, lost, tokens, 1, 0, t2 - t1, H * V)
+            _store_nothing(errors_ptr, lost, tokens, 2, apart, t2 - t1, H * V)
+            _store_nothing(states_ptr, lost, states, behind - ahead, H * K * V, K, V)
+        if present(final_ptr):
+            _store_nothing(final_ptr, lost, (n * H + h) * K * V + v, 1, 0, K, V)
+
+
+@triton.jit
+def _store_nothing(ptr, lost, first, many, apart, count, step):  # type: ignore[no-untyped-def]
+    """NaN where numbers are `lost`, in so many times `count` rows."""
+    if ptr is not None:
+        for i in range(many):
+            for j in range(count):
+                there = ptr + (first + i * apart + j * step)
+                tl.store(there, lost.to(tl.float32) * float("nan"), mask=lost > 0)
