@@ -56,11 +56,19 @@ def settle(TMA: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_lost(lost_ptr, S, rest, v, V, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which rows v of a state turned over are no numbers; and all that this program has stored is there."""
+def store_and_spread_lost(  # type: ignore[no-untyped-def]
+    S, lost_ptr, arrived_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, offsets_ptr, v0, rest, apart, T, H, V, pieces,
+    TMA: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`spread_lost` of columns v0.. of a state turned over, behind all that this program has stored, by `TMA` too."""
+    v = v0 + tl.arange(0, S.shape[0])
     tl.store(lost_ptr + rest.to(tl.int64) * V + v, (tl.sum(S * 0.0, 1) != 0.0).to(tl.int32), mask=v < V)
     settle(TMA)
     tl.debug_barrier()
+    spread_lost(
+        lost_ptr, arrived_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, offsets_ptr, v, v0 // S.shape[0], rest,
+        apart, T, H, S.shape[1], V, pieces, CHUNK,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -348,9 +348,9 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         outputs += (row * T * H + h) * V
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
-    lost_there = None
+    lost_there = lost_ptr
     if lost_ptr is not None:
-        lost_there = lost_ptr + rest * V
+        lost_there += rest * V
     last, span = (piece == pieces - 1) & present(final_ptr), (begin, own, end)
     final_there = final_ptr + (n * H + h) * K * V
     memory = state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_there, lost_there

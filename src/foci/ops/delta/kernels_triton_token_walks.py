@@ -43,7 +43,7 @@ from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FAR, forgotten, remembered, share, silent, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
 from foci.tiles.stretches import count_one
-from foci.tiles.told import counts, spread_lost, store_lost, tell
+from foci.tiles.told import counts, store_and_spread_lost, tell
 
 CHUNK = 64
 SHORTEST, FEW, SHORTEST_OF_FEW = 8, 3, 10  # chunks of a piece where there are more than FEW, and where there are not
@@ -196,11 +196,9 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
         if (piece == pieces - 1) & present(final_ptr):
             store_state(final_ptr + (n * H + h) * K * V, turned(S, TILES), K, v0, V, TILES, BLOCK_K)
     if lost_ptr is not None:
-        v = v0 + tl.arange(0, BLOCK_V)
-        store_lost(lost_ptr, S[0], rest, v, V, SETTLE)
-        spread_lost(
-            lost_ptr, arrived_ptr, all_out_ptr, final_ptr, all_errors_ptr, all_states_ptr, offsets_ptr, v,
-            v0 // BLOCK_V, rest, tl.cast(B, tl.int64) * T * H * V, T, H, K, V, pieces, CHUNK,
+        store_and_spread_lost(
+            S[0], lost_ptr, arrived_ptr, all_out_ptr, final_ptr, all_errors_ptr, all_states_ptr, offsets_ptr, v0,
+            rest, tl.cast(B, tl.int64) * T * H * V, T, H, V, pieces, SETTLE, CHUNK,
         )  # fmt: skip
 
 
