@@ -172,7 +172,7 @@ def _walk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """What four warps do: HALF columns from v0 on, or behind those, through the chunks of a piece."""
     state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_ptr, lost_ptr = memory
-    slow, lost, last, scale, zero, first_line, H, V, v0 = these
+    slow, lost, last, scale, zero, first_line, H, V, v0, rest = these
     _full, _empty, span, start = flow
     begin, own, end = span
     gone = gl.load(total_ptr + begin * H, mask=begin < end, other=0.0)
@@ -213,7 +213,7 @@ def _walk(  # type: ignore[no-untyped-def]
         at, none = v0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, by_key)), S[0] * 0.0  # type: ignore[misc]
         for tile in gl.static_range(1, TILES):
             none += S[tile] * 0.0
-        gl.store(lost_ptr + at, gl.where(gl.sum(none, 1) == 0.0, 0, 1))
+        gl.store(lost_ptr + (rest * V + at), gl.where(gl.sum(none, 1) == 0.0, 0, 1))
     if last:
         for tile in gl.static_range(TILES):  # addresses kept from before would cost registers
             c = (tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, by_key)) + zero)[None, :]
@@ -348,13 +348,10 @@ def wide_walk_kernel(  # type: ignore[no-untyped-def]
         outputs += (row * T * H + h) * V
     if state_ptr is not None:
         state_ptr += n * state_strides[0] + h * state_strides[1]
-    lost_there = lost_ptr
-    if lost_ptr is not None:
-        lost_there += rest * V
     last, span = (piece == pieces - 1) & present(final_ptr), (begin, own, end)
     final_there = final_ptr + (n * H + h) * K * V
-    memory = state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_there, lost_there
-    told = slow, lost, last, scale, zero, (first * K).to(gl.int32), H, V, v0
+    memory = state_ptr, state_strides, first_ptr, total_ptr, exact_ptr, final_there, lost_ptr
+    told = slow, lost, last, scale, zero, (first * K).to(gl.int32), H, V, v0, rest
     kept = states, errors, v0, value_at, tokens
     of_keys = keys, k_strides[1], stop, key_at, k_tiles
     of_values = values, v_strides[1], outputs, stop, H, V, value_at, v_tiles
