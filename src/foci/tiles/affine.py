@@ -170,16 +170,23 @@ def store_turned_map(M_ptr, N_ptr, S, at, v0, V):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def mapped_turned(S, M, lost, N_ptr, at, v0, V):  # type: ignore[no-untyped-def]
-    """S M^T + N^T in columns v0.. of a state turned over; M^T is two bfloat16, N^T that of piece `at`.
+def turned_maps(M_ptr, at, size, count, K: tl.constexpr, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """M^T of `count` pieces from `at` on, `size` apart, for TMA."""
+    return lines_of(M_ptr, at * 2 * K, ((count - 1) * size + 1) * 2 * K, K, K, K, TMA)
+
+
+@triton.jit
+def mapped_turned(S, M_there, N_ptr, at, size, i, v0, V):  # type: ignore[no-untyped-def]
+    """S M^T + N^T in columns v0.. of a state turned over, by the i-th of `turned_maps`.
 
     N^T alone where nothing is of a column: M may have overflowed, over tokens that nobody reads.
     """
     K: tl.constexpr = S.shape[1]
+    M, lost = loaded(M_there, i * size * 2 * K, 0), loaded(M_there, i * size * 2 * K + K, 0)
     some = tl.max((S != 0.0).to(tl.int32), 1)[:, None] > 0
     high, low = in_two(S)
     S = tl.where(some, halves(high, low, M, lost, tl.zeros_like(S)), 0.0)
-    return S + load_tile(N_ptr + at * K * V, v0, V, K, 0, K, 1, S.shape[0], K)
+    return S + load_tile(N_ptr + (at + i * size) * K * V, v0, V, K, 0, K, 1, S.shape[0], K)
 
 
 @triton.jit
@@ -187,10 +194,9 @@ def joined_turned(S, M_ptr, N_ptr, at, size, count, v0, V, TMA: tl.constexpr):  
     """`joined` of a state turned over, of pieces from `at` on, `size` apart."""
     K: tl.constexpr = S.shape[1]
     S += load_tile(N_ptr + at * K * V, v0, tl.where(count > 0, V, 0), K, 0, K, 1, S.shape[0], K)
-    there = lines_of(M_ptr, at * 2 * K, ((count - 1) * size + 1) * 2 * K, K, K, K, TMA)
+    there = turned_maps(M_ptr, at, size, count, K, TMA)
     for i in tl.range(1, count, num_stages=2):
-        M, lost = loaded(there, i * size * 2 * K, 0), loaded(there, i * size * 2 * K + K, 0)
-        S = mapped_turned(S, M, lost, N_ptr, at + i * size, v0, V)
+        S = mapped_turned(S, there, N_ptr, at, size, i, v0, V)
     return S
 
 
@@ -198,17 +204,12 @@ def joined_turned(S, M_ptr, N_ptr, at, size, count, v0, V, TMA: tl.constexpr):  
 def store_joined_turned(  # type: ignore[no-untyped-def]
     first_ptr, M_ptr, N_ptr, at, size, last, v0, V, K: tl.constexpr, BLOCK_V: tl.constexpr
 ):
-    """The state with which each piece begins, from the second to the `last`, as `joined_turned` has it.
-
-    Of maps that this launch has made, which TMA might not see.
-    """
+    """The state with which each piece begins, from the second to the `last`, as `joined_turned` has it."""
     S = load_tile(N_ptr + at * K * V, v0, V, K, 0, K, 1, BLOCK_V, K)
-    for i in tl.range(1, last, num_stages=1, disable_licm=True):
-        piece = at + i * size
-        store_tile(first_ptr + piece * K * V, S, v0, V, K, 0, K, 1)
-        M = load_tile(M_ptr + piece * 2 * K * K, 0, K, K, 0, K, 1, K, K)
-        lost = load_tile(M_ptr + (piece * 2 + 1) * K * K, 0, K, K, 0, K, 1, K, K)
-        S = mapped_turned(S, M, lost, N_ptr, piece, v0, V)
+    there = turned_maps(M_ptr, at, size, last, K, 1)
+    for i in tl.range(1, last, num_stages=2):
+        store_tile(first_ptr + (at + i * size) * K * V, S, v0, V, K, 0, K, 1)
+        S = mapped_turned(S, there, N_ptr, at, size, i, v0, V)
     store_tile(first_ptr + (at + last * size) * K * V, S, v0, V, K, 0, K, 1)
 
 

@@ -13,8 +13,9 @@ from foci.tiles.affine import store_joined_turned
 from foci.tiles.memory import present
 from foci.tiles.pieces import share, slow_pieces
 from foci.tiles.state import sequence
-from foci.tiles.stretches import await_count
+from foci.tiles.stretches import await_count, count_one
 
+JOINED: tl.constexpr = tl.constexpr(32)  # columns of a state that a program joins at once
 LOST: tl.constexpr = tl.constexpr(1 << 16)  # who has lost something counts so many: more than there are pieces
 
 
@@ -27,11 +28,11 @@ def counts(V):  # type: ignore[no-untyped-def]
 @triton.jit
 def tell(  # type: ignore[no-untyped-def]
     reach_ptr, slow_ptr, first_ptr, M_ptr, N_ptr, arrived_ptr, first, n, h, piece, pieces, rest, chunks, H, V, v0,
-    K: tl.constexpr, BLOCK_V: tl.constexpr, FAR: tl.constexpr,
+    TMA: tl.constexpr, K: tl.constexpr, BLOCK_V: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Whether nobody wants the map of columns v0.. of a piece; it says which pieces are slow, if only some are.
 
-    With `first_ptr` the last slow one waits for the maps of all before it, and says with which state each begins.
+    With `first_ptr` those of the last slow one wait for the maps of all before it, and say how each of these begins.
     """
     c0, later = v0 - tl.cdiv(V, BLOCK_V) * BLOCK_V, (piece < pieces - 1).to(tl.int32)
     if reach_ptr is not None:
@@ -39,11 +40,28 @@ def tell(  # type: ignore[no-untyped-def]
         if v0 == 0:
             tl.store(slow_ptr + rest, slow)
         if first_ptr is not None:  # noqa: SIM102  a constant and a number
-            if (slow != 0) & (later == 0) & (c0 < 0):
-                each: tl.constexpr = K // BLOCK_V
-                await_count(arrived_ptr + (n * H + h) * counts(V), piece * (tl.cdiv(V, BLOCK_V) + each) - each)
-                store_joined_turned(first_ptr, M_ptr, N_ptr, n * pieces * H + h, H, piece, v0, V, K, BLOCK_V)
+            if (slow != 0) & (later == 0):
+                of_M: tl.constexpr = K // BLOCK_V
+                each = tl.cdiv(V, BLOCK_V) + of_M
+                await_count(arrived_ptr + (n * H + h) * counts(V), piece * each - of_M)
+                order_tma(TMA)
+                for v1 in range(v0 // BLOCK_V * JOINED, V, each * JOINED):
+                    store_joined_turned(first_ptr, M_ptr, N_ptr, n * pieces * H + h, H, piece, v1, V, K, JOINED)
     return (later == 0) | ((piece == 0) & (c0 >= 0))
+
+
+@triton.jit
+def mapped(arrived_ptr, head, V, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The map that a program has stored is there, for who waits in `tell`."""
+    order_tma(TMA)
+    count_one(arrived_ptr + head * counts(V))
+
+
+@triton.jit
+def order_tma(TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What other programs have stored, and this one knows of, is there for TMA too, which it has not to be without."""
+    if TMA:
+        tl.inline_asm_elementwise("fence.proxy.async; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

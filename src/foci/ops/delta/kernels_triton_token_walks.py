@@ -42,8 +42,7 @@ from foci.tiles.memory import lines_of, loaded, own_rows, present, put, rows_of,
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FAR, forgotten, remembered, share, silent, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
-from foci.tiles.stretches import count_one
-from foci.tiles.told import counts, store_and_spread_lost, tell
+from foci.tiles.told import mapped, store_and_spread_lost, tell
 
 CHUNK = 64
 SHORTEST, FEW, SHORTEST_OF_FEW = 8, 3, 10  # chunks of a piece where there are more than FEW, and where there are not
@@ -82,7 +81,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     if out_ptr is None:  # noqa: SIM102  before anything else, as mostly nothing else is to be done
         if tell(
             reach_ptr, slow_ptr, first_ptr, M_ptr, N_ptr, arrived_ptr, first, n, h, piece, pieces, rest, chunks, H, V,
-            v0, K, BLOCK_V, FAR,
+            v0, SETTLE, K, BLOCK_V, FAR,
         ):  # fmt: skip
             return
     k_there = rows_of(k_ptr, row, h // R, T, stop, k_strides, K, CHUNK, BLOCK_K, TMA)
@@ -191,7 +190,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     if out_ptr is None:
         affine.store_turned_map(M_ptr, N_ptr, S[0], rest.to(tl.int64), v0, V)
         if first_ptr is not None:
-            count_one(arrived_ptr + (n * H + h) * counts(V))
+            mapped(arrived_ptr, n * H + h, V, SETTLE)
     if final_ptr is not None:  # noqa: SIM102  a constant and a tensor
         if (piece == pieces - 1) & present(final_ptr):
             store_state(final_ptr + (n * H + h) * K * V, turned(S, TILES), K, v0, V, TILES, BLOCK_K)
