@@ -100,27 +100,39 @@ def spread_lost(  # type: ignore[no-untyped-def]
     come = 1 + LOST * tl.max(lost, 0)
     come += tl.atomic_add(arrived_ptr + (n * H + h) * counts(V) + 1 + block, come)
     if (come % LOST == pieces) & (come >= LOST):
-        b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
-        row, chunks, lost = tl.cast(b, tl.int64) * T, tl.cdiv(stop - start, CHUNK), lost * 0
-        for piece in range(1, pieces):
-            ahead, behind = share(piece - 1, pieces, chunks)
-            there = ((n * pieces + piece - 1) * H + h) * V + v
-            lost |= tl.load(lost_ptr + there, mask=(v < V) & (ahead < behind), other=0)
-            ahead, behind = share(piece, pieces, chunks)
-            t1, t2 = start + ahead * CHUNK, tl.minimum(start + behind * CHUNK, stop)
-            tokens, states = ((row + t1) * H + h) * V + v, ((slot + ahead).to(tl.int64) * H + h) * K * V + v
-            _store_nothing(out_ptr, lost, tokens, 1, 0, t2 - t1, H * V)
-            _store_nothing(errors_ptr, lost, tokens, 2, apart, t2 - t1, H * V)
-            _store_nothing(states_ptr, lost, states, behind - ahead, H * K * V, K, V)
-        if present(final_ptr):
-            _store_nothing(final_ptr, lost, (n * H + h) * K * V + v, 1, 0, K, V)
+        _spread(
+            lost_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, offsets_ptr, v, n, h, apart, T, H, K, V, pieces, CHUNK
+        )
 
 
 @triton.jit
-def _store_nothing(ptr, lost, first, many, apart, count, step):  # type: ignore[no-untyped-def]
-    """NaN where numbers are `lost`, in so many times `count` rows."""
-    if ptr is not None:
-        for i in range(many):
-            for j in range(count):
-                there = ptr + (first + i * apart + j * step)
-                tl.store(there, lost.to(tl.float32) * float("nan"), mask=lost > 0)
+def _spread(  # type: ignore[no-untyped-def]
+    lost_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, offsets_ptr, v, n, h, apart, T, H, K, V, pieces,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    b, start, stop, slot = sequence(offsets_ptr, n, T, CHUNK)
+    row, chunks, lost = tl.cast(b, tl.int64) * T, tl.cdiv(stop - start, CHUNK), (v * 0).to(tl.int32)
+    one = tl.minimum(pieces, 1)  # which no compiler knows: beside loops that it unrolls a walk's is another, and slower
+    for piece in range(1, pieces, one):
+        ahead, behind = share(piece - 1, pieces, chunks)
+        there = ((n * pieces + piece - 1) * H + h) * V + v
+        lost |= tl.load(lost_ptr + there, mask=(v < V) & (ahead < behind), other=0)
+        ahead, behind = share(piece, pieces, chunks)
+        t1, count = start + ahead * CHUNK, tl.minimum(behind * CHUNK, stop - start) - ahead * CHUNK
+        tokens, states = ((row + t1) * H + h) * V + v, ((slot + ahead).to(tl.int64) * H + h) * K * V + v
+        _store_nothing(out_ptr, lost, tokens, count, H * V, one)
+        if errors_ptr is not None:
+            _store_nothing(errors_ptr, lost, tokens, count, H * V, one)
+            _store_nothing(errors_ptr, lost, tokens + apart, count, H * V, one)
+        if states_ptr is not None:
+            for i in range(0, behind - ahead, one):
+                _store_nothing(states_ptr, lost, states + tl.cast(i, tl.int64) * H * K * V, K, V, one)
+    if present(final_ptr):
+        _store_nothing(final_ptr, lost, (n * H + h) * K * V + v, K, V, one)
+
+
+@triton.jit
+def _store_nothing(ptr, lost, first, count, step, one):  # type: ignore[no-untyped-def]
+    """NaN to `count` rows, where numbers are `lost`."""
+    for i in range(0, count, one):
+        tl.store(ptr + (first + tl.cast(i, tl.int64) * step), lost.to(tl.float32) * float("nan"), mask=lost > 0)
