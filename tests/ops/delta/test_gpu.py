@@ -141,6 +141,33 @@ def test_long_documents_of_few_heads_begin_by_maps_where_pieces_are_not_told_of_
     assert ("wide_walk_kernel" in names) != by_maps and (names[:2] == ["walk_kernel"] * 2) == by_maps
 
 
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize(
+    ("T", "G", "H", "documents"),
+    [
+        *((T, G, H, 0) for T, G, H in ((8192, 16, 16), (32768, 2, 8), (2048, 2, 8), (1024, 4, 4), (512, 30, 30))),
+        *((T, G, H, 0) for T, G, H in ((8192, 16, 32), (65536, 1, 1))),
+        *((T, 4, 4, documents) for T, documents in ((32768, 2), (32768, 8), (8192, 2), (16384, 4))),
+    ],
+)
+def test_gated_deltanet_is_three_launches_and_four_back(K: int, T: int, G: int, H: int, documents: int) -> None:
+    """At most, on Hopper: of few heads that warm up, or are told to begin by maps, and of documents too."""
+    pytest.importorskip("triton")
+    if not tune.with_gluon():
+        pytest.skip("this Triton may be none that compiles kernels in Gluon, without which there are five back")
+    q = torch.empty(1, T, G, K, dtype=torch.bfloat16, device="meta")
+    v, g = q.new_empty(1, T, H, K), torch.empty(1, T, H, device="meta")
+    offsets = torch.empty(documents + 1, dtype=torch.int64, device="meta") if documents else None
+    asked = bind(q, q, v, g, log_decay=g, offsets=offsets)
+    with tune.record_launches(tune.TARGETS["sm_90"]) as launches:
+        gpu.forward(asked)
+        inference = len(launches)
+        outputs = gpu.forward(asked, True)
+        forward = len(launches) - inference
+        gpu.backward(asked, outputs, (torch.empty_like(v), None), [True] * 5 + [False] * 2)
+    assert max(inference, forward) <= 3 and len(launches) - inference - forward <= 4
+
+
 def test_a_walk_that_is_turned_has_a_table_of_its_own() -> None:
     """A table that gave its columns to few heads, walked in pieces, would ask for more shared memory than there is."""
     pytest.importorskip("triton")
