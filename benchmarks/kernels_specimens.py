@@ -189,7 +189,7 @@ _LINEAR = (
     Specimen(
         "linear",
         "documents of few heads, per channel",
-        recurrence(G=2, H=2, decay="channel", packed=True, state=True, t=4 * T),
+        recurrence(G=2, H=2, decay="channel", packed=True, state=True, t=2 * T),
         where="sm_90",
     ),
     *_rest(
