@@ -188,8 +188,8 @@ _LINEAR = (
     Specimen("linear", "one head, per channel", recurrence(G=1, H=1, decay="channel", state=True), where="sm_90"),
     Specimen(
         "linear",
-        "documents of few heads, per channel",
-        recurrence(G=2, H=2, decay="channel", packed=True, state=True, t=2 * T),
+        "documents of one head, per channel",
+        recurrence(G=1, H=1, decay="channel", packed=True, state=True, t=2 * T),
         where="sm_90",
     ),
     *_rest(
