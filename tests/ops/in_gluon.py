@@ -272,6 +272,7 @@ class Gluon:
         self.late = late
         self.own, self.engine, self.program, self.programs, self.ahead = Threads(), Engine(ahead), 0, 1, ahead
         self.draw, self.parts = random.Random(1), 0
+        self.unsettled: set[int] = set()  # threads whose stores by TMA need not have arrived
         names = {name: getattr(real, name) for name in vars(real) if not name.startswith("__")}
         self.gl = SimpleNamespace(**(names | self.language()))
         self.mbarrier = SimpleNamespace(
@@ -356,6 +357,7 @@ class Gluon:
         assert tile.fenced(), "what was stored is copied without a fence"
         late = self.draw.random() < 0.5  # when it is waited for, and no sooner
         self.own.stores.append((left, copy if late else None))
+        self.unsettled.add(threading.get_ident())
         if not late:
             self.engine.queue.put(copy)
 
@@ -367,7 +369,8 @@ class Gluon:
             assert left.wait(PATIENCE)
 
     def atomic_add(self, ptr: Pointer, x: Any) -> Value:
-        """Of programs one by one; the number before."""
+        """Of programs one by one; the number before. Who is told so may store where these have stored by TMA."""
+        assert not self.unsettled, "what a warp has stored by TMA is only on its way"
         before = load(ptr)
         store(ptr, before + x)
         return before
@@ -375,6 +378,7 @@ class Gluon:
     def assembly(self, text: str, *_: Any, **_options: Any) -> None:
         """An instruction that waits for what a warp has stored by TMA, which `store_wait` has waited for here too."""
         assert text.startswith("cp.async.bulk.wait_group 0;") and not self.own.stores
+        self.unsettled.discard(threading.get_ident())
 
     def fence(self) -> None:
         for place, thread in tuple(Shared.unfenced.items()):
@@ -420,6 +424,7 @@ class Gluon:
             programs = range(grid[0]) if self.ahead else reversed(range(grid[0]))
             for self.program in programs:
                 Shared.unfenced.clear()
+                self.unsettled.clear()
                 kernel.fn(*given, **meta)
 
     def modules(self, module: ModuleType) -> list[ModuleType]:

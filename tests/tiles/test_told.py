@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foci.core.tune import interpreting
+from foci.tiles.memory import present
 from foci.tiles.pieces import share
 from foci.tiles.told import counts, spread_lost
 
@@ -28,9 +29,22 @@ def _come(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK_V)
     block, rest = tl.program_id(0) % blocks, tl.load(order_ptr + tl.program_id(0) // blocks)
+    v, h, piece = block * BLOCK_V + tl.arange(0, BLOCK_V), rest % H, rest // H
+    ahead, behind = share(piece, pieces, tl.cdiv(T, CHUNK))
+    for t in range(ahead * CHUNK, tl.minimum(behind * CHUNK, T)):  # what a walk has made: nobody may be told before
+        tl.store(out_ptr + (t * H + h) * V + v, 1.0, mask=v < V)
+        if errors_ptr is not None:
+            tl.store(errors_ptr + (t * H + h) * V + v, 1.0, mask=v < V)
+            tl.store(errors_ptr + apart + (t * H + h) * V + v, 1.0, mask=v < V)
+    if states_ptr is not None:
+        for i in range(ahead * K, behind * K):
+            tl.store(states_ptr + ((i // K * H + h) * K + i % K) * V + v, 1.0, mask=v < V)
+    if (piece == pieces - 1) & present(final_ptr):
+        for i in range(K):
+            tl.store(final_ptr + (h * K + i) * V + v, 1.0, mask=v < V)
     spread_lost(
-        lost_ptr, arrived_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, offsets_ptr,
-        block * BLOCK_V + tl.arange(0, BLOCK_V), block, rest, apart, T, H, K, V, pieces, CHUNK,
+        lost_ptr, arrived_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, offsets_ptr, v, block, rest, apart, T, H, K,
+        V, pieces, CHUNK,
     )  # fmt: skip
 
 

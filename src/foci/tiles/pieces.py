@@ -57,7 +57,8 @@ def slow_pieces(  # type: ignore[no-untyped-def]
 ):
     """(1 where more than FAR chunks, a power of 2, before a piece are not forgotten, 1 where so before a later one).
 
-    Of its own only chunks before a piece tell, and the first that are `silent` as if they were none.
+    Of its own only chunks before a piece tell, and the first that are `silent` as if they were none. A piece's sum has
+    the same bits whoever makes it, one row of a block: some wait for others by it (tiles/told.py).
     """
     own, later = 0, 0
     for i in tl.range(piece, pieces, BLOCK):

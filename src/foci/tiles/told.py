@@ -1,7 +1,8 @@
 """What pieces of a sequence (tiles/pieces.py) tell each other in one launch: where they begin, and what is NaN.
 
 A piece begins with what its gates have not forgotten, and so knows nothing of NaN before that, which no factor makes 0.
-Who is the last of all pieces' programs to come, whichever that is, makes up for it: no one waits for another.
+Who is the last of all pieces' programs to come, whichever that is, makes up for it: for this no one waits.
+SETTLE: by a GPU, on which these stores and loads are on their way for a while; the interpreter has none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def counts(V):  # type: ignore[no-untyped-def]
 @triton.jit
 def tell(  # type: ignore[no-untyped-def]
     reach_ptr, slow_ptr, first_ptr, M_ptr, N_ptr, arrived_ptr, first, n, h, piece, pieces, rest, chunks, H, V, v0,
-    TMA: tl.constexpr, K: tl.constexpr, BLOCK_V: tl.constexpr, FAR: tl.constexpr,
+    SETTLE: tl.constexpr, K: tl.constexpr, BLOCK_V: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Whether nobody wants the map of columns v0.. of a piece; it says which pieces are slow, if only some are.
 
@@ -44,30 +45,30 @@ def tell(  # type: ignore[no-untyped-def]
                 of_M: tl.constexpr = K // BLOCK_V
                 each = tl.cdiv(V, BLOCK_V) + of_M
                 await_count(arrived_ptr + (n * H + h) * counts(V), piece * each - of_M)
-                order_tma(TMA)
+                order_tma(SETTLE)
                 for v1 in range(v0 // BLOCK_V * JOINED, V, each * JOINED):
                     store_joined_turned(first_ptr, M_ptr, N_ptr, n * pieces * H + h, H, piece, v1, V, K, JOINED)
     return (later == 0) | ((piece == 0) & (c0 >= 0))
 
 
 @triton.jit
-def mapped(arrived_ptr, head, V, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+def count_map(arrived_ptr, head, V, SETTLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The map that a program has stored is there, for who waits in `tell`."""
-    order_tma(TMA)
+    order_tma(SETTLE)
     count_one(arrived_ptr + head * counts(V))
 
 
 @triton.jit
-def order_tma(TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+def order_tma(SETTLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """What other programs have stored, and this one knows of, is there for TMA too, which it has not to be without."""
-    if TMA:
+    if SETTLE:
         tl.inline_asm_elementwise("fence.proxy.async; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def settle(TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+def settle(SETTLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Until what these threads have stored by TMA is in memory: else it is only waited for until it is on its way."""
-    if TMA:
+    if SETTLE:
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -76,12 +77,12 @@ def settle(TMA: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def store_and_spread_lost(  # type: ignore[no-untyped-def]
     S, lost_ptr, arrived_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, offsets_ptr, v0, rest, apart, T, H, V, pieces,
-    TMA: tl.constexpr, CHUNK: tl.constexpr,
+    SETTLE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`spread_lost` of columns v0.. of a state turned over, behind all that this program has stored, by `TMA` too."""
+    """`spread_lost` of columns v0.. of a state turned over, behind all that this program has stored, by TMA too."""
     v = v0 + tl.arange(0, S.shape[0])
     tl.store(lost_ptr + rest.to(tl.int64) * V + v, (tl.sum(S * 0.0, 1) != 0.0).to(tl.int32), mask=v < V)
-    settle(TMA)
+    settle(SETTLE)
     tl.debug_barrier()
     spread_lost(
         lost_ptr, arrived_ptr, out_ptr, final_ptr, errors_ptr, states_ptr, offsets_ptr, v, v0 // S.shape[0], rest,

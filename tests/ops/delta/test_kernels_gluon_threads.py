@@ -23,6 +23,7 @@ from tests.ops.recurrences import BUDGET, error, exact
 from foci.ops.delta import kernels_gluon  # isort: skip  after Triton's presence is known
 from foci.ops.delta import kernels_triton_token_joins as joins  # isort: skip
 from foci.ops.delta import kernels_triton_token_walks as token_walks  # isort: skip
+from foci.ops.delta import kernels_triton_triangles as triangles  # isort: skip
 
 pytestmark = [
     pytest.mark.usefixtures("halves"),
@@ -191,6 +192,48 @@ def test_pieces_begin_as_one_walk_would(columns: int, slow: bool, alike: str, mo
         assert error(found, wanted) <= BUDGET[torch.bfloat16]
     for found, wanted in zip(in_pieces, walked(inputs, monkeypatch, 3, ahead=True, columns=columns), strict=True):
         assert found.equal(wanted)  # a piece writes nothing where another one does
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("options", "keep"),
+    [
+        ({"B": 2, "T": 448, "G": 1, "K": 64, "V": 192, "state": True}, True),
+        ({"T": 450, "G": 2, "V": 64, "offsets": (0, 0, 1, 6, 300, 450)}, False),
+    ],
+    ids=str,
+)
+def test_pieces_count_each_other_and_lose_what_one_walk_does(
+    options: dict[str, Any], keep: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow pieces wait for all maps before the last of them, no more and no less; the last program makes NaN spread."""
+    pieces, made = 4, []
+    real = triangles._gated
+
+    def gated(*given: Any) -> Any:
+        made.append(real(*given))
+        return made[-1]
+
+    def half(_: Draw, *shape: int) -> Tensor:
+        gates = torch.full(shape, -3.0)
+        gates[:, : shape[1] // 2] = -1e-3
+        return gates
+
+    monkeypatch.setattr(triangles, "_gated", gated)
+    monkeypatch.setattr(joins, "by_maps", lambda call, target, pieces: pieces > 1)
+    monkeypatch.setattr(token_walks, "FAR", 1)
+    inputs = problem(options | {"gates": half})
+    inputs["v"][-1, 20, -1, -1], inputs["v"][0, 130, 0, 3] = torch.nan, torch.nan
+    call, found = bind(**there(inputs)), []
+    for count in (pieces, 1):
+        out, final, *buffer = walked(inputs, monkeypatch, count, columns=64, keep=keep, ahead=ahead and count > 1)
+        kept = [gpu._parts(call, x) for x in buffer]
+        found.append([x.isfinite() for x in (out, final, *(y for x in kept for y in (x.states, x.errors)))])
+    assert all(x.equal(y) and not x.all() for x, y in zip(*found, strict=True))
+    mapped, ended = made[0].arrived[..., 0], made[0].arrived[..., 1:]
+    each, of_M = (call.v.shape[3] + call.k.shape[3]) // 64, call.k.shape[3] // 64
+    assert {*mapped.flatten().tolist()} <= {0, *(piece * each - of_M for piece in range(1, pieces))} and mapped.any()
+    assert bool((ended % (1 << 16) == pieces).all())
 
 
 @pytest.mark.parametrize(

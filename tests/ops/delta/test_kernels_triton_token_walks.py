@@ -229,6 +229,23 @@ class TestInPieces:
         inputs = problem(small(T=193, gates=gates, state=True))
         never_forgotten(inputs, name, token, wrong, partial(in_pieces, 1))
 
+    @pytest.mark.parametrize(
+        "more", [{"B": 2, "H": 2, "G": 1, "V": 72, "state": True}, {"H": 3, "G": 3, "K": 128, "V": 192}]
+    )
+    def test_what_values_lose_is_lost_to_all_that_is_kept_as_in_one_walk(
+        self, more: dict[str, Any], in_pieces: Callable[[int], None]
+    ) -> None:
+        """In columns of every block, of heads and rows that are not the first; nothing else is."""
+        inputs = problem({"T": 450, "gates": AT_ONCE} | more)
+        inputs["v"][-1, 20, -1, -1], inputs["v"][0, 130, 0, 3] = torch.nan, torch.nan
+        call, found = bind(**there(inputs)), []
+        for pieces in (5, 1):
+            in_pieces(pieces)
+            out, final, buffer = gpu.forward(call, True)
+            parts = gpu._parts(call, buffer)
+            found.append([x.isfinite() for x in (out, final, parts.states, parts.errors)])
+        assert all(x.equal(y) and not x.all() for x, y in zip(*found, strict=True))
+
     @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
     def test_a_value_that_is_no_number_is_lost_to_its_own_column_and_document(
         self, wrong: float, in_pieces: Callable[[int], None]
@@ -398,7 +415,7 @@ class TestByMaps:
             gpu.backward(call, outputs, (outputs[0], None), [True] * 5 + [False] * 2)
         names = [launch.kernel.fn.__name__ for launch in launches]
         assert names[:3] == ["token_chunks_kernel", "token_walk_kernel", "token_walk_kernel"]
-        assert names[3:5] == ["token_walk_back_kernel"] * 2 and "join_kernel" not in names
+        assert names[3:5] == ["token_walk_back_kernel"] * 2
 
 
 def test_sequences_are_cut_where_gates_may_forget_and_processors_idle() -> None:

@@ -23,7 +23,9 @@ from foci.tiles.rest import behind, clear_rest
 from foci.tiles.state import chunk_at, working
 
 CHUNK = 64
-FLAGS: tl.constexpr = tl.constexpr(16)  # at least as many as a stretch's head has blocks of V
+FLAGS: tl.constexpr = tl.constexpr(
+    16
+)  # twice as many as a stretch's head has blocks of V, as documents have spare ones
 WIDTHS = {"BLOCK_K": (16, 32, 64, 128)}  # what `foci tune` may try
 
 
@@ -127,7 +129,7 @@ def pairs_rule(dtype: torch.dtype, K: int, summed: bool, target: Target) -> Conf
 def prepared(call: Any, slots: int, summed: bool, rest: Any, flags: Tensor | None = None) -> Pairs | None:
     """The Pairs of a call of gates per channel; `summed`: with `sums`, where dtypes use them.
 
-    Takes the `rest` of outputs with it (kernels_triton_packed.py), and sets `flags` [stretches,H,blocks] to 0.
+    Takes the `rest` of outputs with it (kernels_triton_packed.py), and sets `flags` [programs of a walk,H,blocks] to 0.
     """
     B, T, G, H, K, _, N = call.sizes
     v, g, target = call.v, call.log_decay, target_of(call.v.device)
@@ -145,6 +147,7 @@ def prepared(call: Any, slots: int, summed: bool, rest: Any, flags: Tensor | Non
     # As many programs on a processor as without the far rows' levels, which rarely run: these may spill.
     room = {"maxnreg": 128} if target.arch == 90 and v.dtype == torch.bfloat16 and sums is None else {}
     more, given = rest.taken()
+    assert flags is None or flags.numel() <= slots * H * FLAGS.value
     launch(
         pairs_kernel,
         (slots * H + more,),

@@ -187,6 +187,7 @@ def chunks(
     _, T, G, H, K, _, N = call.sizes
     more, left = rest.taken()
     arrived = 0 if gated[-1] is None else gated[-1].numel()
+    assert arrived <= slots * H * FLAGS.value
     launch(
         token_chunks_kernel, (slots * H + more,),
         call.q, call.k, call.erase, call.beta, call.log_decay, call.offsets, inverse, products, *gated, arrived, *left,

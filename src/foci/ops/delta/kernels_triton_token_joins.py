@@ -79,6 +79,7 @@ def starts(
     """
     *_, H, K, V, N = call.sizes
     device, target = call.v.device, target_of(call.v.device)
+    assert not (each and at_once)
     if not (each or by_maps(call, target, pieces)):
         return None, None, None
     slow = None if each else torch.empty(N, pieces, H, dtype=torch.int32, device=device)

@@ -19,8 +19,8 @@ the state at its first chunk. What was there some chunks before has a factor of 
 token's I - beta k k^T, which makes nothing longer than |1 - beta |k|^2| or 1 do. Where the product of these is less
 than 2^-126, below which float32 has fewer digits, it is taken as 0: so a piece warms up from there on, by states alone.
 Where nothing is forgotten it begins with the sequence, or by maps (kernels_triton_token_joins.py). By such a factor of
-0 what is no number stays none, as it does in one walk: where a piece's state is none at its end, a last launch makes
-all behind it none, and a backward looks for such gradients.
+0 what is no number stays none, as it does in one walk: where a piece's state is none at its end, all behind it is made
+none (tiles/told.py), and a backward looks for such gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from foci.tiles.memory import lines_of, loaded, own_rows, present, put, rows_of,
 from foci.tiles.near import UNREAD
 from foci.tiles.pieces import FAR, forgotten, remembered, share, silent, slow_pieces
 from foci.tiles.state import halves, in_two, nearest_in_two, sequence
-from foci.tiles.told import mapped, store_and_spread_lost, tell
+from foci.tiles.told import count_map, store_and_spread_lost, tell
 
 CHUNK = 64
 SHORTEST, FEW, SHORTEST_OF_FEW = 8, 3, 10  # chunks of a piece where there are more than FEW, and where there are not
@@ -190,7 +190,7 @@ def token_walk_kernel(  # type: ignore[no-untyped-def]
     if out_ptr is None:
         affine.store_turned_map(M_ptr, N_ptr, S[0], rest.to(tl.int64), v0, V)
         if first_ptr is not None:
-            mapped(arrived_ptr, n * H + h, V, SETTLE)
+            count_map(arrived_ptr, n * H + h, V, SETTLE)
     if final_ptr is not None:  # noqa: SIM102  a constant and a tensor
         if (piece == pieces - 1) & present(final_ptr):
             store_state(final_ptr + (n * H + h) * K * V, turned(S, TILES), K, v0, V, TILES, BLOCK_K)

@@ -38,7 +38,7 @@ class Gated(NamedTuple):
     # for kernels_gluon.py [slots,H,3,64], third 1 of tokens that have two bfloat16, else 0
     reach: Tensor | None  # where `cut`: [slots,H], what is left of a state (kernels_triton_chunks.py)
     sums: Tensor | None  # where the walk makes A: [slots,H,2,64], sums of gates, as powers of 2, and beta scale
-    arrived: Tensor | None  # where `cut`: [N,H,counts] int32, all 0 (tiles/told.py)
+    arrived: Tensor | None  # where `cut`: [N,H,counts] int32, made 0 (tiles/told.py)
     far: Tensor | None  # in bfloat16 per channel: [slots,H] int32, not 0 of chunks that the second launch makes again
 
 
