@@ -260,7 +260,8 @@ def forward(
     By kernels_triton_triangles.py. `parts` (gpu.py), if given, is filled for the backward. One launch, and one more
     where sequences are cut and pieces begin by maps, or may (`way`: pieces.py). Turned over `token_walks` make it
     (kernels_triton_token_walks.py; `wide_walk`, kernels_gluon.py, where it is given), which `joins` tells how each
-    piece begins (kernels_triton_token_joins.py), or with gates per channel `channel_walks` (kernels_triton_channel_walks.py).
+    piece begins (kernels_triton_token_joins.py), or with gates per channel `channel_walks`
+    (kernels_triton_channel_walks.py).
     """
     *_, H, K, V, _ = call.sizes
     v, target = call.v, target_of(call.v.device)
