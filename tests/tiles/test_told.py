@@ -96,6 +96,13 @@ def test_columns_are_lost_to_all_that_comes_later_whoever_is_the_last(keep: bool
             torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
 
 
+def test_nobody_but_the_last_spreads_anything() -> None:
+    lost = torch.ones(1, 3, H, V, dtype=torch.int32)
+    for order in permutations(range(3), 2):  # a piece has not come yet
+        each = [piece * H + h for piece in order for h in range(H)]
+        assert all(bool((x == 1).all()) for x in spread(lost, each, 30, True, 64))
+
+
 def test_nothing_is_touched_where_nothing_is_lost_or_only_at_the_end() -> None:
     lost = torch.zeros(1, 4, H, V, dtype=torch.int32)
     lost[0, 3] = 1

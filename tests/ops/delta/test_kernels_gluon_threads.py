@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from foci.core import tune
@@ -14,6 +16,7 @@ from foci.ops.delta.api import delta_rule
 from foci.ops.delta.call import bind
 from foci.ops.delta.cases import Delta
 from foci.ops.draw import Draw
+from foci.tiles import told
 from tests.ops.delta.in_parts import held, kept
 from tests.ops.in_bfloat16 import halves  # noqa: F401  a fixture
 from tests.ops.in_gluon import Gluon
@@ -194,6 +197,13 @@ def test_pieces_begin_as_one_walk_would(columns: int, slow: bool, alike: str, mo
         assert found.equal(wanted)  # a piece writes nothing where another one does
 
 
+@triton.jit
+def exactly(arrived_ptr, count):  # type: ignore[no-untyped-def]
+    """`await_count` where programs come one by one: as many have come by now, or what they count is spoiled."""
+    found = tl.atomic_add(arrived_ptr, 0)
+    tl.store(arrived_ptr, tl.where(found == count, found, -1000))
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("options", "keep"),
@@ -220,6 +230,7 @@ def test_pieces_count_each_other_and_lose_what_one_walk_does(
         return gates
 
     monkeypatch.setattr(triangles, "_gated", gated)
+    monkeypatch.setattr(told, "await_count", exactly)
     monkeypatch.setattr(joins, "by_maps", lambda call, target, pieces: pieces > 1)
     monkeypatch.setattr(token_walks, "FAR", 1)
     inputs = problem(options | {"gates": half})
